@@ -1,1 +1,1 @@
-"""Rows and documents to folders of shards, and back."""
+"""Saves rows and documents into folders of shards, reads them back, and verifies them."""

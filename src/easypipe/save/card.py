@@ -1,9 +1,9 @@
-"""The dataset card of a saved folder, with the YAML that the Hub and `datasets` read.
+"""Writes the dataset card of a saved folder, with the YAML that the Hub and `datasets` read.
 
-In the folder it stands in files that readers of whole folders pass over, since their names begin
+In the folder, the card is in files that readers of whole folders pass over, since their names begin
 with `_` or `.`: pandas and pyarrow take every other file for data. Only a repository on the Hub has
 a README.md. The card follows from the manifest alone: the same rows give the same bytes, and
-nothing of the machine that wrote them stands in it.
+nothing of the machine that wrote them is in it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from easypipe.save.saved import MANIFEST, SavedManifest, join
 log = logging.getLogger("easypipe")
 
 CARD = "_README.md"
-YAML = ".huggingface.yaml"  # `datasets` reads it where there is no README.md, or after that
-HUB_CARD = "README.md"  # of easypipe 0.1, beside the shards too
-# in a card that may be replaced by the next run; without it a README.md is somebody's own
+YAML = ".huggingface.yaml"  # `datasets` reads it after README.md, or alone where there is none
+HUB_CARD = "README.md"  # easypipe 0.1 wrote it beside the shards too
+# A card with this text may be replaced by the next run; a README.md without it is a user's own.
 MARK = "Written by easypipe"
 
-# The Hub's own words for row counts, by their digits: the first is for up to three.
+# The Hub's names for row counts, by their number of digits; the first is for up to three.
 SIZES = (
     "n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B",
     "1B<n<10B", "10B<n<100B", "100B<n<1T", "n>1T",
@@ -36,8 +36,12 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class CardPart:
-    """One saved folder of a card. folder: below the card's own, "" where the shards lie beside
-    it.
+    """One saved folder of a card.
+
+    Attributes:
+        name: The name of its config in the YAML.
+        folder: Its folder below the card's own; "" where the shards are beside the card.
+        manifest: Its manifest.
     """
 
     name: str
@@ -48,11 +52,13 @@ class CardPart:
 def write_card(
     folder: str, manifest: SavedManifest, storage_options: StorageOptions = None
 ) -> bool:
-    """Commits the card of a folder. Files of somebody's own stay, as do those that already say
-    this. Returns whether it wrote.
+    """Commits the card of a folder.
 
-    A README.md that an earlier easypipe wrote is removed; where it is somebody's own, `datasets` is
-    left to what that says.
+    A user's own files stay, and so do cards that already say this. A README.md that an earlier
+    easypipe wrote is removed; where it is a user's own, `datasets` goes by that.
+
+    Returns:
+        Whether anything was written.
     """
     part = CardPart(name="default", folder="", manifest=manifest)
     wanted = {CARD: card_text([part]), YAML: f"# {MARK}.\n{_yaml([part])}"}
@@ -78,7 +84,7 @@ def write_card(
 
 
 def card_text(parts: Sequence[CardPart], load_from: str = "path/to/this/folder") -> str:
-    """The card of one saved folder or of several below one root."""
+    """Returns the card of one saved folder, or of several below one root."""
     text = [f"---\n{_yaml(parts)}---\n", "# Saved rows\n"]
     text.append(
         f"{MARK}. Every figure here is in `{MANIFEST}` too, which lies beside the shards.\n"
@@ -89,6 +95,7 @@ def card_text(parts: Sequence[CardPart], load_from: str = "path/to/this/folder")
 
 
 def _yaml(parts: Sequence[CardPart]) -> str:
+    """Returns the YAML of a card."""
     configs: list[JsonObject] = []
     infos: list[JsonObject] = []
     for part in parts:
@@ -116,7 +123,7 @@ def _yaml(parts: Sequence[CardPart]) -> str:
 
 
 def shards_glob(manifest: SavedManifest) -> str:
-    """What matches the shards of a folder and nothing else in it."""
+    """Returns a pattern that matches the shards of a folder and nothing else in it."""
     name = manifest.shards[0].name
     return f"{name[: name.index('-', len('part-'))]}-*{name[name.index('.') :]}"
 
@@ -126,6 +133,7 @@ def join_below(folder: str, name: str) -> str:
 
 
 def _section(part: CardPart, *, several: bool) -> str:
+    """Returns the part of a card about one folder: facts, columns and the ledger."""
     manifest, info = part.manifest, part.manifest.tokens
     counted = info is not None or manifest.num_tokens
     facts = {
@@ -172,6 +180,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _loading(parts: Sequence[CardPart], load_from: str) -> str:
+    """Returns the part of a card that says how to load the rows."""
     at = [join_below(load_from, part.folder) for part in parts]
     calls = "\n".join(f'source = easypipe.load_saved("{place}")' for place in at)
     words = "or as `data_files` of an `easypipe.DatasetConfig`; nothing is tokenized again.\n"
@@ -179,11 +188,13 @@ def _loading(parts: Sequence[CardPart], load_from: str) -> str:
 
 
 def public_name(tokenizer: str) -> str:
-    """A tokenizer's name as it may be published: an id stays, of a folder only its last part."""
+    """Returns a tokenizer's name as it may be published: an id stays, of a folder only its last
+    part.
+    """
     local = tokenizer.startswith(("/", "~", ".")) or "\\" in tokenizer or tokenizer.count("/") > 1
     return tokenizer.rstrip("/\\").replace("\\", "/").rpartition("/")[2] if local else tokenizer
 
 
 def size_category(rows: int) -> str:
-    """The Hub's words for so many rows."""
+    """Returns the Hub's name for so many rows."""
     return SIZES[min(max(len(str(rows)) - 3, 0), len(SIZES) - 1)]

@@ -1,4 +1,4 @@
-"""The options of saving: where rows go, in which format and codec, in how many files."""
+"""SaveStageConfig: where rows are saved, in which format and codec, in how many files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SaveStageConfig:
             "Choose one of these.",
             have=CODECS[self.format],
         )
-        max_bytes_of(self)  # says so where it is no size
+        max_bytes_of(self)  # raises where it is no size
         repo, branch = self.hub_repo_id, self.hub_revision
         for wrong, at, problem, fix in (
             (
@@ -121,17 +121,17 @@ class SaveStageConfig:
 
 
 def codec_of(config: SaveStageConfig) -> str:
-    """The codec of the files: the one that was asked for, else the format's own."""
+    """Returns the codec of the files: the one that was asked for, else the format's own."""
     return config.compression or next(iter(CODECS[config.format]))
 
 
 def max_bytes_of(config: SaveStageConfig) -> int | None:
-    """`max_shard_size` in bytes."""
+    """Returns `max_shard_size` in bytes."""
     return None if config.max_shard_size is None else parse_bytes(config.max_shard_size)
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of `500`, `"500MB"` (10^6) or `"500MiB"` (2^20).
+    """Returns the bytes of `500`, `"500MB"` (10^6) or `"500MiB"` (2^20).
 
     Raises:
         ConfigError: It is none of these; at `max_shard_size`.

@@ -1,4 +1,4 @@
-"""The documents of a token cache as rows to save, with columns of the rows they came from."""
+"""CachedDocuments: documents of a token cache as rows to save, with columns of their source."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER, row_numbers
 
 
 class CachedDocuments(Source):
-    """`input_ids`, `loss_mask` where there is one and aligned columns, a shard for each token file;
-    and `columns` of the rows of `source`.
+    """The documents of a token cache, with a shard for each token file.
 
-    The cache keeps row numbers and no columns: those are read from the source, so it must still be
-    there and be what it was.
+    Their columns are `input_ids`, `loss_mask` where there is one, aligned columns, and columns of
+    the rows of the source. The cache keeps row numbers and none of those columns: they are read
+    from the source, so it must still exist and be what it was.
+
+    Args:
+        cache: The token cache.
+        source: The source that was tokenized.
+        columns: The columns of its rows.
     """
 
     def __init__(
@@ -42,7 +47,11 @@ class CachedDocuments(Source):
         )
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        """Raises SourceError naming a row that the source has no more."""
+        """Returns documents `start` to `stop` of a token file.
+
+        Raises:
+            SourceError: The source no longer has a row; names it.
+        """
         part = self._parts[shard]
         documents = self._cache.read(part.shard, part.start, part.stop).slice(start, stop - start)
         kept = self._kept(part.shard, documents.column(ROW_NUMBER).to_numpy())
@@ -51,6 +60,7 @@ class CachedDocuments(Source):
         )
 
     def _kept(self, shard: int, numbers: np.ndarray) -> list[pa.Array]:
+        """Returns the columns of the source for these row numbers."""
         if not len(numbers) or not self._columns:
             return [pa.nulls(0, self.schema.field(name).type) for name in self._columns]
         first = int(numbers[0])

@@ -1,4 +1,4 @@
-"""The state machine of an output folder: empty, under way, complete; and whose."""
+"""The states of an output folder (empty, in progress, complete), and which run it belongs to."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ RECORDS = "_shards"
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Whose the folder is while a run is under way.
+    """The file that says which run a folder belongs to while the run is in progress.
 
     Attributes:
+        fingerprint: The fingerprint of the run.
         replaces: Shard files of an older run, removed after the commit.
-        edges: The rows of its shards. They are kept because sizes on disk are measured: the next
-            process may have another version of the codec.
+        edges: The rows at which its shards begin and end. They are kept because sizes on disk are
+            measured: the next process may have another version of the codec.
     """
 
     fingerprint: str
@@ -41,10 +42,13 @@ class Run:
     """One fingerprint in a folder.
 
     Attributes:
-        manifest: Of its complete run.
+        folder: The folder.
+        fingerprint: The fingerprint of the rows and how they are saved.
+        storage_options: As in SaveStageConfig.
+        manifest: The manifest, if its run is complete.
         replaces: As in `Claim`.
-        claimed: Its own claim stands there.
-        takes_over: Somebody's claim stands there, and is to be replaced.
+        claimed: Whether its own claim is in the folder.
+        takes_over: Whether another run's claim is in the folder, and is to be replaced.
         edges: The rows of its shards, where an earlier process planned them.
     """
 
@@ -59,32 +63,35 @@ class Run:
 
     @property
     def prefix(self) -> str:
+        """The beginning of its shards' names."""
         return prefix_of(self.fingerprint)
 
     def standing(self) -> tuple[SavedShard, ...] | None:
-        """The shards of a complete run, None where it is not, or where a file of it is gone or of
-        another size.
+        """Returns the shards of a complete run.
+
+        None where it is not complete, or a file of it is gone or of another size.
         """
         if self.manifest is None or not all(map(self._has_size, self.manifest.shards)):
             return None
         return self.manifest.shards
 
     def finished(self, names: Sequence[str]) -> dict[str, SavedShard]:
-        """Those of `names` that stand as they were committed."""
+        """Returns those of `names` that are in the folder as they were committed."""
         shards = () if self.manifest is None else self.manifest.shards
         known = {shard.name: shard for shard in shards}
         found = [known.get(name) or self._recorded(name) for name in names]
         return {shard.name: shard for shard in found if shard is not None and self._stands(shard)}
 
     def record(self, shard: SavedShard) -> None:
+        """Records a shard that was committed."""
         remember_checked(self._record_path(shard.name), asdict(shard), self.storage_options)
 
     def commit(self, manifest: SavedManifest) -> None:
-        """The manifest last; then what was only needed on the way, and what it replaces, goes.
+        """Commits the manifest, then removes what was only needed meanwhile and what is replaced.
 
         Raises:
-            ConfigError: Another run has taken the folder meanwhile: its shards would go, and this
-                manifest name what is gone.
+            ConfigError: Another run has taken the folder meanwhile: this run's shards would go, and
+                its manifest would name what is gone.
         """
         if storage.is_remote(self.folder):
             found = open_run(
@@ -100,8 +107,9 @@ class Run:
         self.tidy()
 
     def tidy(self) -> None:
-        """Removes what a complete run does not need: what it replaced, its claim and its records. A
-        killed process may have left them.
+        """Removes what a complete run does not need: what it replaced, its claim and its records.
+
+        A killed process may have left them.
         """
         there = storage.names_in(self.folder, self.storage_options)
         for name in [*self.replaces, RUN, RECORDS]:
@@ -109,10 +117,10 @@ class Run:
                 storage.remove(join(self.folder, name), self.storage_options)
 
     def claim(self, edges: Sequence[int]) -> None:
-        """Says whose the folder is and which rows its shards hold, before the first one is written.
+        """Claims the folder before the first shard is written, with the rows that its shards hold.
 
         Raises:
-            ConfigError: Another run was quicker: the first to say so has it.
+            ConfigError: Another run was faster; the first claim counts.
         """
         remote = storage.is_remote(self.folder)  # a local folder is locked
         if not self.claimed or self.edges is None:
@@ -130,6 +138,7 @@ class Run:
             storage.sweep(self.folder.removeprefix("file://"))
 
     def _recorded(self, name: str) -> SavedShard | None:
+        """Returns the record of a shard that was committed earlier, if there is one."""
         return recall_checked(
             self._record_path(name),
             lambda record: SavedShard(**record),
@@ -139,6 +148,7 @@ class Run:
         )
 
     def _stands(self, shard: SavedShard) -> bool:
+        """Whether a shard is in the folder with its size; a local one also with its checksum."""
         path = join(self.folder, shard.name)
         return self._has_size(shard) and (
             storage.is_remote(path)
@@ -154,13 +164,14 @@ class Run:
 
 
 def prefix_of(fingerprint: str) -> str:
+    """Returns the beginning of the names of a run's shards."""
     return f"part-{fingerprint[:8]}-"
 
 
 def _held(
     names: Sequence[str], manifest: SavedManifest | None, claim: Claim | None, before: str | None
 ) -> str:
-    """What a folder holds that is not this run."""
+    """Returns, in words, what a folder holds that is not this run."""
     if manifest is not None and manifest.fingerprint == before:
         return (
             "holds the same rows in shards of another size: max_shard_size counted bytes before "
@@ -184,12 +195,18 @@ def open_run(
     before: str | None = None,
     storage_options: StorageOptions = None,
 ) -> Run:
-    """What `fingerprint` finds in the folder: nothing, its earlier claim, or its complete run.
+    """Finds out what the folder holds for `fingerprint`: nothing, its earlier claim, or its
+    complete run.
+
     Changes nothing. Files that no run wrote are never removed.
 
     Args:
-        before: What easypipe 0.1 called the same config, so that a refusal can say why its folder
-            is not taken for this run.
+        folder: The folder.
+        fingerprint: The fingerprint of the run.
+        overwrite: Whether another run may be replaced.
+        before: The fingerprint by easypipe 0.1 of the same config, so that a refusal can say why
+            its folder is not taken for this run.
+        storage_options: As in SaveStageConfig.
 
     Raises:
         ConfigError: Something else is there and `overwrite` is False.
@@ -223,8 +240,9 @@ def open_run(
 
 
 def _claim(run: Run, names: Sequence[str]) -> Claim | None:
-    """Whose folder it is, None where nobody says so. Where the claim is damaged, the names of its
-    shards tell.
+    """Returns the claim of the folder, or None.
+
+    Where the claim is damaged, the names of the shards tell whose it is.
     """
     if RUN not in names:
         return None

@@ -1,17 +1,20 @@
 """Writes parquet files of integer lists (tokens) in about a third of pyarrow's time.
 
-pyarrow walks over every value to find its levels (where lists begin, what is null). Of token lists
-they follow from the offsets: two runs a document. Values go from Arrow's buffers into pages as they
-are, each compressed alone. The schema is pyarrow's own: the footer of an empty file that it wrote,
-with the row groups put in. Format: github.com/apache/parquet-format, footers in Thrift's compact
-protocol.
+pyarrow visits every value to find its levels (where lists begin, what is null). For token lists,
+the levels follow from the offsets: two runs a document. Values go from Arrow's buffers into pages
+as they are, each page compressed alone. The schema is pyarrow's own: the footer of an empty file
+that it wrote, with the row groups put in. The format is described at
+github.com/apache/parquet-format; footers use Thrift's compact protocol.
 
-Parquet knows no integers of 16 bits: plain pages hold four bytes for each, which a codec has to go
+Parquet has no integers of 16 bits: plain pages hold four bytes for each, which a codec has to go
 through. A dictionary 0, 1, 2, ... makes every value its own index, and indices of 16 bits,
 bit-packed, are the bytes that Arrow holds.
 
-level      small integer beside each value. repetition: 0 begins a row. definition: how much of list and value is there
-run        equal levels in a row: varint(length * 2), then the level in one byte. Packed indices: varint(groups of eight * 2 + 1), indices
+In this file:
+    level: A small integer beside each value. A repetition level of 0 begins a row; a definition
+        level says how much of list and value is there.
+    run: Equal levels in sequence: varint(length * 2), then the level in one byte. Packed indices
+        are varint(groups of eight * 2 + 1), then the indices.
 """
 
 from __future__ import annotations
@@ -33,12 +36,13 @@ PAGE_VALUES = 1 << 18
 RUN_ROWS = 1 << 13  # lists whose runs are written together
 ZSTD_LEVEL = 1  # pyarrow's own
 
-# values to one entry of a dictionary, at least: it must not weigh more than it saves
+# A dictionary must have at least so many values for each entry, so that it does not weigh more than
+# it saves.
 DICTIONARY_SHARE = 32
 
 _PLAIN, _RLE, _RLE_DICTIONARY = 0, 3, 8
 _INT32, _INT64 = 1, 2
-_CODEC_NUMBERS = {"none": 0, "gzip": 2, "zstd": 6, "lz4": 7}  # lz4: LZ4_RAW, pyarrow's too
+_CODEC_NUMBERS = {"none": 0, "gzip": 2, "zstd": 6, "lz4": 7}  # lz4 is LZ4_RAW, as pyarrow's
 _I32, _I64, _BINARY, _LIST, _STRUCT = 5, 6, 8, 9, 12
 _NUM_ROWS, _ROW_GROUPS = 3, 4  # fields of the footer
 
@@ -54,10 +58,14 @@ def holds_lists_of_integers(schema: pa.Schema) -> bool:
 
 
 class ListsWriter:
-    """Writes batches of such columns to a binary sink, a row group each; `close()` ends the file
-    and leaves the sink open.
+    """A writer of batches with such columns to a binary sink; each batch becomes a row group.
 
-    codec: none, gzip, zstd or lz4.
+    `close()` ends the file and leaves the sink open.
+
+    Args:
+        sink: The binary sink.
+        schema: The columns.
+        codec: none, gzip, zstd or lz4.
     """
 
     def __init__(self, sink: Any, schema: pa.Schema, codec: str) -> None:
@@ -66,14 +74,15 @@ class ListsWriter:
         self._footer, self._paths = _template(schema)
         self._groups: list[bytes] = []
         self._rows = self._at = 0
-        self._page_bytes = np.empty(0, np.uint8)  # of the page that is being written
+        self._page_bytes = np.empty(0, np.uint8)  # bytes of the page that is being written
         self._put(b"PAR1")
 
     def write(self, batch: pa.RecordBatch) -> None:
+        """Writes a batch as a row group."""
         chunks, total, compressed = [], 0, 0
         for path, field, column in zip(self._paths, self._schema, batch.columns, strict=True):
             start, count, raw = self._at, 0, 0
-            values = column.flatten()  # without what lies behind null lists
+            values = column.flatten()  # without values behind null lists
             entries, wide = _entries(values), column.type.value_type.bit_width > 32
             if entries:
                 raw += self._page([np.arange(entries, dtype=np.int32)], _dictionary_page(entries))
@@ -103,13 +112,15 @@ class ListsWriter:
     def _column_chunk(
         self, path: str, kind: int, count: int, raw: int, start: int, pages: int
     ) -> bytes:
-        """What the footer says of a column that was just written.
+        """Returns what the footer says of a column that was just written.
 
         Args:
-            count: Entries.
-            raw: Bytes of all pages before compression.
+            path: The path of the column in the parquet schema.
+            kind: Its parquet type.
+            count: Its entries.
+            raw: The bytes of all pages before compression.
             start: Where it begins in the file; its dictionary is there, if it has one.
-            pages: Where its first page of data lies.
+            pages: Where its first page of data is.
         """
         names = [_varint(len(name)) + name for name in (part.encode() for part in path.split("."))]
         used = [_PLAIN, _RLE] if pages == start else [_PLAIN, _RLE, _RLE_DICTIONARY]
@@ -127,8 +138,14 @@ class ListsWriter:
         return _Struct().int(2, 0, _I64).struct(3, meta).done()
 
     def _page(self, parts: list[Any], kind: tuple[int, int, _Struct]) -> int:
-        """Writes a page; its bytes before compression, header included. kind: of page, and its own
-        header with the field it stands in.
+        """Writes a page.
+
+        Args:
+            parts: Its contents.
+            kind: (its number, the field of its own header, that header).
+
+        Returns:
+            Its bytes before compression, header included.
         """
         plain = [
             np.frombuffer(part, np.uint8) if isinstance(part, bytes) else part.view(np.uint8)
@@ -153,6 +170,7 @@ class ListsWriter:
         return len(header) + data.nbytes
 
     def close(self) -> None:
+        """Writes the footer."""
         footer = _Struct()
         for number in sorted({*self._footer, _ROW_GROUPS}):
             if number == _NUM_ROWS:
@@ -171,7 +189,7 @@ class ListsWriter:
 
 
 def _compressor(codec: str) -> Callable[[memoryview], Any]:
-    """What makes the bytes of a page those that are written."""
+    """Returns the function that compresses the bytes of a page."""
     if codec == "none":
         return lambda page: page
     if codec == "zstd":
@@ -180,7 +198,7 @@ def _compressor(codec: str) -> Callable[[memoryview], Any]:
 
 
 def _entries(values: Any) -> int:
-    """How many entries a dictionary 0, 1, 2, ... of the values has; 0 where plain values are
+    """Returns the entries of a dictionary 0, 1, 2, ... of the values; 0 where plain values are
     better.
     """
     if values.type not in (pa.uint8(), pa.uint16()) or len(values) == values.null_count:
@@ -190,15 +208,19 @@ def _entries(values: Any) -> int:
 
 
 def _indices(values: Array) -> list[Any]:
-    """Values as indices of a dictionary that holds each at its own place."""
+    """Returns values as indices of a dictionary that holds each value at its own place."""
     groups = -(-len(values) // 8)
     head = bytes([8 * values.itemsize]) + (_varint(groups << 1 | 1) if groups else b"")
     return [head, np.ascontiguousarray(values), bytes((8 * groups - len(values)) * values.itemsize)]
 
 
 def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, int, Array]]:
-    """(levels, how many entries, values that are there) of pages that begin with a row. values: of
-    the whole column.
+    """Yields pages that begin with a row: (levels, number of entries, values that are not null).
+
+    Args:
+        column: The lists.
+        values: The values of the whole column.
+        field: The field of the column.
     """
     lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -207,7 +229,8 @@ def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, i
     entries = np.maximum(lengths, 1)  # an empty or null list is one entry without a value
     first, stop, runs, places = 0, 0, b"", np.zeros(1, np.int64)
     for a, b in itertools.pairwise(edges.tolist()):
-        if b > stop:  # a page of long lists has few of them: those of several at once
+        # a page of long lists has few of them, so runs are made for several pages at once
+        if b > stop:
             first, stop = (
                 a,
                 max(b, int(edges[np.searchsorted(edges, a + RUN_ROWS, side="right") - 1])),
@@ -222,13 +245,16 @@ def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, i
 
 
 def _repetition(entries: Int64) -> tuple[Int64, UInt8]:
-    """(lengths, levels) of two runs a list: its first entry, and those that follow."""
+    """Returns (lengths, levels) of two runs for each list: its first entry, and those that
+    follow.
+    """
     twice = np.empty((len(entries), 2), np.int64)
     twice[:, 0], twice[:, 1] = 1, entries - 1
     return twice.ravel(), np.tile(np.array([0, 1], np.uint8), len(entries))
 
 
 def _definition(lengths: Int64, entries: Int64, lists: Any, values: Any, field: pa.Field) -> bytes:
+    """Returns the definition levels of a page, as runs."""
     empty = int(field.nullable)
     full = empty + 1 + int(field.type.value_field.nullable)
     if lengths.all() and not values.null_count:
@@ -247,8 +273,10 @@ def _definition(lengths: Int64, entries: Int64, lists: Any, values: Any, field: 
 
 
 def _runs(lengths: Int64, levels: UInt8) -> tuple[bytes, Int64]:
-    """Runs of `lengths` (Int64[n]) with a level each, and where each begins, Int64[n + 1]; one of
-    no length takes no bytes.
+    """Encodes runs of `lengths` (Int64[n]) with a level each.
+
+    Returns:
+        (the bytes, Int64[n + 1] where each run begins); a run of no length takes no bytes.
     """
     there = np.flatnonzero(lengths)
     rest, level = lengths[there] << 1, levels[there]
@@ -259,7 +287,7 @@ def _runs(lengths: Int64, levels: UInt8) -> tuple[bytes, Int64]:
     starts[there + 1] = width
     np.cumsum(starts, out=starts)
     place, code = starts[there], np.empty(starts[-1], np.uint8)
-    while rest.size:  # a byte of each, and the level behind those that end with it
+    while rest.size:  # one byte of each run, and the level behind those that end with it
         more = rest > 127
         code[place] = rest & 127 | more.astype(np.int64) << 7
         code[place[~more] + 1] = level[~more]
@@ -267,11 +295,11 @@ def _runs(lengths: Int64, levels: UInt8) -> tuple[bytes, Int64]:
     return code.tobytes(), starts
 
 
-# the footer
+# The footer.
 
 
 class _Struct:
-    """A Thrift struct, field by field."""
+    """A Thrift struct, written field by field."""
 
     def __init__(self) -> None:
         self._bytes, self._last = bytearray(), 0
@@ -291,7 +319,7 @@ class _Struct:
         return self.copy(number, _LIST, size + b"".join(items))
 
     def copy(self, number: int, kind: int, value: bytes) -> _Struct:
-        # fields come in order, a few apart
+        # fields come in order, at most a few numbers apart
         self._bytes += bytes([(number - self._last) << 4 | kind]) + value
         self._last = number
         return self
@@ -309,7 +337,9 @@ def _dictionary_page(entries: int) -> tuple[int, int, _Struct]:
 
 
 def _template(schema: pa.Schema) -> tuple[dict[int, tuple[int, bytes]], list[str]]:
-    """(fields of the footer of a file without rows, path of each column), by pyarrow."""
+    """Returns (the footer fields of a file without rows, the path of each column), by
+    pyarrow.
+    """
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, schema, use_dictionary=False, write_statistics=False):
         pass
@@ -327,8 +357,8 @@ def _template(schema: pa.Schema) -> tuple[dict[int, tuple[int, bytes]], list[str
 
 
 def _skip(text: bytes, at: int, kind: int) -> int:
-    """Where a Thrift value ends that begins at `at`."""
-    if kind in (1, 2):  # booleans lie in the head of their field
+    """Returns where a Thrift value ends that begins at `at`."""
+    if kind in (1, 2):  # booleans are in the head of their field
         return at
     if kind == 3:
         return at + 1
@@ -369,4 +399,4 @@ def _varint(value: int) -> bytes:
 
 
 def _zigzag(value: int) -> bytes:
-    return _varint(value << 1)  # nothing here is negative
+    return _varint(value << 1)  # no number here is negative

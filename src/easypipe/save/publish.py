@@ -1,4 +1,4 @@
-"""Saved folders as one repository: at its root, or below it by dataset where there are several."""
+"""Makes one publication of saved folders: in the root of a repository, or below by dataset."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from easypipe.save.saved import MANIFEST, SavedManifest, join, read_manifest
 def publication(
     folders: Mapping[str, str], repo_id: str, storage_options: StorageOptions = None
 ) -> Publication:
-    """What of the saved `folders` (by dataset) goes into the dataset repository `repo_id`: shards,
-    then manifests.
+    """Returns what of the saved `folders` goes into a dataset repository: shards, then manifests.
 
-    Of a tokenizer that lies in a folder only the name of the folder is published. Raises CacheError
-    and MissingFileError as `load_saved`.
+    Of a tokenizer that is in a folder, only the name of the folder is published.
+
+    Args:
+        folders: The saved folders by dataset.
+        repo_id: The repository.
+        storage_options: As in SaveStageConfig.
+
+    Raises:
+        CacheError, MissingFileError: As in `load_saved`.
     """
     parts, shards, manifests = [], [], []
     for name, folder in folders.items():
@@ -50,6 +56,7 @@ def publication(
 
 
 def _public(manifest: SavedManifest) -> bytes:
+    """Returns the manifest as it is published, without paths of this machine."""
     tokens = manifest.tokens
     if tokens is not None:
         manifest = dataclasses.replace(

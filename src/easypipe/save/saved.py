@@ -1,8 +1,10 @@
-"""Folders that `save()` wrote: their manifest, and the source that reads them again.
+"""The folders that `save()` wrote: SavedManifest, and SavedSource, which reads them again.
 
-part-<run>-00000-of-00004.parquet …     the shards, each committed on its own
-_easypipe-run.json, _shards/…           while a run is under way: what it is, and which shards stand
-_easypipe.json                          the manifest, committed last; without it the folder is unfinished
+```text
+part-<run>-00000-of-00004.parquet …   the shards, each committed on its own
+_easypipe-run.json, _shards/…         while a run is in progress: what it is, finished shards
+_easypipe.json                        the manifest, committed last; without it, it is unfinished
+```
 """
 
 from __future__ import annotations
@@ -45,12 +47,22 @@ _KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SavedShard:
+    """One file of a saved folder, as the manifest has it.
+
+    Attributes:
+        name: The name of the file.
+        num_rows: Its rows.
+        num_tokens: Their tokens without padding.
+        num_bytes: The size of the file.
+        checksum: The checksum of the file.
+        rejected: Rows of the source that were not written, by reason.
+    """
+
     name: str
     num_rows: int
     num_tokens: int
     num_bytes: int
     checksum: str
-    # rows of the source that were not written, by reason
     rejected: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -61,6 +73,20 @@ class SavedShard:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedManifest:
+    """The manifest of a saved folder.
+
+    Attributes:
+        fingerprint: The identity of the rows and of how they are saved.
+        format: parquet, arrow or jsonl.
+        compression: The codec.
+        schema: The columns of the rows.
+        tokens: What is known of their tokenizer.
+        shards: The files, in order.
+        ledger: The balances of rows and tokens.
+        turns: How their conversations are written.
+        aligned: Columns with values for every token.
+    """
+
     fingerprint: str
     format: str
     compression: str
@@ -69,7 +95,7 @@ class SavedManifest:
     shards: tuple[SavedShard, ...]
     ledger: JsonObject
     turns: Turns | None = None
-    aligned: tuple[str, ...] = ()  # columns with values for every token
+    aligned: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -93,7 +119,7 @@ class SavedManifest:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Row numbers of the source at which its shards begin, and the end."""
+        """Row numbers of the source at which the shards begin, and the end."""
         rows = (shard.num_read for shard in self.shards)
         return tuple(itertools.accumulate(rows, initial=0))
 
@@ -116,7 +142,7 @@ class SavedManifest:
 
 
 def count_tokens(batch: pa.RecordBatch) -> int:
-    """Tokens without padding."""
+    """Returns the tokens of a batch, without padding."""
     if SEGMENT_IDS in batch.schema.names:
         segments = batch.column(SEGMENT_IDS).flatten().to_numpy(zero_copy_only=False)
         return int(np.count_nonzero(segments))
@@ -128,16 +154,21 @@ def join(folder: str | Path, name: str) -> str:
 
 
 def is_saved(path: str | Path, storage_options: StorageOptions = None) -> bool:
+    """Whether a folder or URL is a complete saved folder."""
     if storage.is_remote(path) and (
         any(c in str(path) for c in "*?[") or format_of(str(path)) is not None
     ):
-        # a pattern, or a URL that names a file, is no folder: nobody need ask the server
+        # A pattern, or a URL that names a file, is no folder: the server need not be asked.
         return False
     return storage.exists(join(path, MANIFEST), storage_options)
 
 
 def read_manifest(folder: str | Path, storage_options: StorageOptions = None) -> SavedManifest:
-    """Raises CacheError where the manifest is of another version, damaged, or is none."""
+    """Reads the manifest of a saved folder.
+
+    Raises:
+        CacheError: It is of another version, damaged, or no manifest.
+    """
     path = join(folder, MANIFEST)
     try:
         text = read_checked(path, storage_options, older=_KEYS)
@@ -206,7 +237,7 @@ class _Shape(TypedDict):
     num_rows: int
     num_tokens: int
     tokens: TokenInfo | None
-    turns: NotRequired[Turns]  # folders of conversations, since they are exported with the model
+    turns: NotRequired[Turns]  # written for conversations since it is exported with the model
     aligned: NotRequired[tuple[str, ...]]
     shards: tuple[SavedShard, ...]
     ledger: _Ledger
@@ -215,8 +246,8 @@ class _Shape(TypedDict):
 class SavedSource(Source):
     """The rows of a saved folder, in the columns and types they were saved with.
 
-    Raises CacheError on opening where a shard is missing or has another size than the manifest
-    says.
+    Raises:
+        CacheError: A shard is missing or has another size than the manifest says.
     """
 
     def __init__(self, folder: str | Path, storage_options: StorageOptions = None) -> None:
@@ -242,6 +273,7 @@ class SavedSource(Source):
 
     @property
     def packed(self) -> bool:
+        """Whether the rows are packed."""
         return SEGMENT_IDS in self.schema.names
 
     @property
@@ -272,15 +304,19 @@ class SavedSource(Source):
 
 
 def load_saved(path: str | Path, storage_options: StorageOptions = None) -> SavedSource:
-    """The rows that `save()` wrote to `path`, in their columns and types.
+    """Returns the rows that `save()` wrote to `path`, in their columns and types.
 
-    `path` is a folder or URL, also `hf://datasets/user/name`. A `DatasetConfig(data_files=path)`
-    reads the same rows in a Pipeline, where `tokenize()` leaves tokens as they are.
+    A `DatasetConfig(data_files=path)` reads the same rows in a Pipeline, where `tokenize()` leaves
+    tokens as they are.
+
+    Args:
+        path: A folder or URL, also `hf://datasets/user/name`.
+        storage_options: Passed to fsspec, for a URL.
 
     Raises:
-        MissingFileError: If there is no complete saved folder, or a shard is missing.
-        CacheError: If a shard has another size than its manifest says, or the manifest is of
-            another version.
+        MissingFileError: There is no complete saved folder, or a shard is missing.
+        CacheError: A shard has another size than its manifest says, or the manifest is of another
+            version.
     """
     if is_saved(path, storage_options):
         return SavedSource(path, storage_options)
@@ -307,6 +343,7 @@ def load_saved(path: str | Path, storage_options: StorageOptions = None) -> Save
 
 
 def _check_size(path: str, num_bytes: int, storage_options: StorageOptions) -> None:
+    """Raises an error where a shard is missing or has another size."""
     size = storage.size_of(path, storage_options)
     if size is None:
         raise MissingFileError(

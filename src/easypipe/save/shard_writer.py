@@ -1,4 +1,4 @@
-"""Arrow batches into one file of a format, with a codec that exists there."""
+"""Writes Arrow batches into one file: parquet, arrow or jsonl, with a codec of that format."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ JSON_VALUES = (
 def open_writer(
     sink: Path | pa.NativeFile, format: str, compression: str, schema: pa.Schema
 ) -> Iterator[Callable[[pa.RecordBatch], None]]:
-    """Writes a file, or to a sink that stays open.
+    """Opens a file, or a sink that stays open, and yields a function that writes a batch.
 
     Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8,
     one object a line).
@@ -82,10 +82,11 @@ def _binary_sink(sink: Path | pa.NativeFile) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def _packed(file: Any, compression: str) -> Iterator[Any]:
+    """Yields a file that compresses what is written to it."""
     if compression == "none":
         yield file
     elif compression == "gzip":
-        # no date: same rows, same bytes
+        # no date, so that the same rows give the same bytes
         with gzip.GzipFile(
             filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0
         ) as packed:
@@ -96,8 +97,8 @@ def _packed(file: Any, compression: str) -> Iterator[Any]:
 
 
 def _lines(batch: pa.RecordBatch) -> bytes:
-    # JSON is text: a Python object for every row is its price, whoever wants speed saves parquet or
-    # arrow
+    """Returns a batch as lines of JSON."""
+    # A Python object for every row is the price of text: for speed there are parquet and arrow.
     rows = batch.to_pylist()
     return "".join(
         json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"

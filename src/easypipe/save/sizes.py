@@ -1,11 +1,12 @@
-"""How many rows a saved shard holds: by count, by a default size, or by what samples take on disk.
+"""Plans how many rows each saved shard holds: by number, default size, or measured size on disk.
 
-Edges follow from the rows alone, so that every run cuts the same shards. Sizes on disk are those
-of the very format and codec that will write them:
+Edges follow from the rows alone, so that every run cuts the same shards. Sizes on disk are those of
+the very format and codec that will write them.
 
-block    neighbouring rows of about a megabyte of values; some are written to memory
-ratio    bytes in a file over bytes of values; a block that is not sampled takes that of the last
-         one that was
+In this file:
+    block: Neighbouring rows of about a megabyte of values; some blocks are written to memory.
+    ratio: Bytes in a file over bytes of values; a block that is not sampled takes the ratio of the
+        last one that was.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from easypipe.save.shard_writer import open_writer
 log = logging.getLogger("easypipe")
 
 LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 16 << 20, 500 << 20
-BATCH_BYTES = 16 << 20  # of one row group or record batch, before compression
+BATCH_BYTES = 16 << 20  # bytes of one row group or record batch, before compression
 BLOCK_BYTES = 1 << 20
-BLOCK_ROWS = 4096  # at most: their sizes are held in memory
-SAMPLES = 16  # of each shard, at least
-EXACT_BYTES = 4 << 20  # of values; shards below it are tried out whole
-TRIALS = 12  # at finding how many rows such a shard takes
-NEAR = 0.97  # of the room is full enough
+BLOCK_ROWS = 4096  # the most rows of a block, since their sizes are held in memory
+SAMPLES = 16  # the fewest samples of each shard
+EXACT_BYTES = 4 << 20  # of values: shards of fewer bytes are tried out whole
+TRIALS = 12  # attempts to find how many rows such a shard takes
+NEAR = 0.97  # this share of the room is full enough
 EXACT_FILL = 0.99
-LEAST_RATIO = 1e-6  # of rows that take nothing
-FILL = 0.96  # of the limit is planned for: what the samples do not show seldom passes it
-# a shard takes so many times what a file without rows takes, or its size says nothing about rows
+LEAST_RATIO = 1e-6  # the ratio for rows that take nothing
+# the share of the limit that is planned for: what samples do not show seldom exceeds it
+FILL = 0.96
+# A shard must have room for so many files without rows; in less, its size says nothing about rows.
 LEAST_FILES = 4
 
-# function that tells how long the values of a column are, and the types that it knows
+# functions that give the lengths of a column's values, with the types that they take
 LENGTHS = {
     "list_value_length": (pa.types.is_list, pa.types.is_large_list),
     "binary_length": (
@@ -64,11 +66,11 @@ def plan_shards(
     num_shards: int | None,
     max_bytes: int | None,
 ) -> tuple[Edges, str]:
-    """The rows at which shards begin and end, and which option decided on them.
+    """Returns the rows at which shards begin and end, and which option decided that.
 
-    num_shards alone deals the rows evenly. max_bytes alone fills file after file up to that size on
-    disk. With both the one that makes more shards decides. With neither a shard takes an eighth of
-    the data, before compression.
+    `num_shards` alone distributes the rows evenly. `max_bytes` alone fills file after file up to
+    that size on disk. With both, the one that makes more shards decides. With neither, a shard
+    takes an eighth of the data, before compression.
 
     Raises:
         ConfigError: There are fewer rows than shards, or `max_bytes` cannot hold a file of these
@@ -108,7 +110,11 @@ def plan_shards(
 
 
 def count_rows(shards: Sequence[Shard]) -> int:
-    """Raises ConfigError where a shard does not know its rows."""
+    """Returns the rows of all shards.
+
+    Raises:
+        ConfigError: The rows of a shard are not counted.
+    """
     for shard in shards:
         require(
             shard.num_rows is not None,
@@ -120,15 +126,16 @@ def count_rows(shards: Sequence[Shard]) -> int:
 
 
 def default_shard_bytes(shards: Sequence[Shard]) -> int:
-    """An eighth of the data at rest, within bounds: it follows from the data alone, never from the
-    machine.
+    """Returns an eighth of the bytes of the data, within bounds.
+
+    It follows from the data alone, never from the machine.
     """
     eighth = sum(shard.num_bytes for shard in shards) // 8
     return min(max(eighth, LEAST_SHARD_BYTES), MOST_SHARD_BYTES)
 
 
 def edges_by_size(sizes: Sizes, total: int, limit: float) -> Edges:
-    """A shard takes rows until `limit` is full; a row above the limit has a shard of its own."""
+    """Fills shards with rows up to `limit`; a row above the limit has a shard of its own."""
     edges, room = [0], limit
     for base, block in sizes:
         at = 0
@@ -146,10 +153,12 @@ def edges_by_size(sizes: Sizes, total: int, limit: float) -> Edges:
 
 
 def edges_by_bytes(num_bytes: Sequence[float], rows: Sequence[int], num_shards: int) -> Edges:
-    """So many shards of about equal bytes, none of them without a row.
+    """Returns the edges of so many shards of about equal bytes, none of them without a row.
 
     Args:
-        num_bytes: that all rows before each of `rows` take; both begin with 0 and end with all.
+        num_bytes: The bytes that all rows before each of `rows` take, from 0 to all.
+        rows: Row numbers, from 0 to all.
+        num_shards: How many shards.
     """
     ranks = np.arange(num_shards + 1)
     even = np.interp(num_bytes[-1] * ranks / num_shards, num_bytes, rows).astype(np.int64)
@@ -159,8 +168,9 @@ def edges_by_bytes(num_bytes: Sequence[float], rows: Sequence[int], num_shards: 
 
 
 def batches(source: ShardedSource, start: int, stop: int) -> Iterator[Scan]:
-    """Rows `start` to `stop` of the source as a whole, as they are written: about BATCH_BYTES at a
-    time, judged by the first rows.
+    """Yields rows `start` to `stop` of the whole source as they are written.
+
+    A batch has about BATCH_BYTES, judged by the first rows.
     """
     step = _rows_of(BATCH_BYTES, source, start, stop)
     for _, shard, a, b in _pieces(source.shards, start, stop, step):
@@ -170,7 +180,9 @@ def batches(source: ShardedSource, start: int, stop: int) -> Iterator[Scan]:
 def _pieces(
     shards: Sequence[Shard], start: int, stop: int, step: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(first row of the source, shard, first row there, end): at most `step` rows at a time."""
+    """Yields (first row of the source, shard, first row in it, end) for at most `step` rows
+    each.
+    """
     base = 0
     for shard, rows in enumerate(each.num_rows or 0 for each in shards):
         last = min(stop - base, rows)
@@ -180,7 +192,7 @@ def _pieces(
 
 
 def _rows_of(num_bytes: int, source: ShardedSource, start: int, stop: int) -> int:
-    """About how many rows have so many bytes of values, judged by the first ones."""
+    """Returns about how many rows have so many bytes of values, judged by the first ones."""
     for _, shard, a, b in _pieces(source.shards, start, stop, 64):
         probe = source.read(shard, a, b)
         if probe.num_rows:
@@ -191,9 +203,9 @@ def _rows_of(num_bytes: int, source: ShardedSource, start: int, stop: int) -> in
 def _blocks(
     source: ShardedSource, total: int
 ) -> Iterator[tuple[int, NDArray[np.float64], tuple[int, int, int]]]:
-    """(first row, bytes of the values of each row, what to read): all rows, block by block.
+    """Yields all rows, block by block: (first row, bytes of the values of each row, what to read).
 
-    Rows that a source refuses take no bytes, but keep their place. Sources that tell
+    Rows that a source refuses take no bytes, but keep their place. Sources that know
     `bytes_per_row` are not read for their sizes.
     """
     constant = info_of(source).bytes_per_row
@@ -207,7 +219,9 @@ def _blocks(
 
 
 def row_bytes(batch: pa.RecordBatch) -> NDArray[np.float64]:
-    """Bytes of each row's values before compression: of each column its share by length."""
+    """Returns the bytes of each row's values before compression: its share of each column by
+    length.
+    """
     total = np.zeros(batch.num_rows)
     for column in batch.columns:
         weights = np.ones(batch.num_rows)
@@ -219,14 +233,17 @@ def row_bytes(batch: pa.RecordBatch) -> NDArray[np.float64]:
 
 
 class DiskSizes:
-    """Bytes that rows of `source` take in files of a format and codec."""
+    """The measured bytes that rows of `source` take in files of a format and codec."""
 
     def __init__(self, source: ShardedSource, format: str, compression: str) -> None:
         self.source, self.format, self.compression = source, format, compression
         self.empty = self._written([])
 
     def fill(self, max_bytes: int, total: int) -> tuple[Edges, list[float], list[int]]:
-        """Shards of at most `max_bytes`, and what all rows before some row numbers take.
+        """Plans shards of at most `max_bytes`.
+
+        Returns:
+            (the edges, the bytes that all rows before some row numbers take, those row numbers).
 
         Raises:
             ConfigError: `max_bytes` is too little for a file of this format.
@@ -262,17 +279,19 @@ class DiskSizes:
         return edges, taken, known
 
     def _probe(self, total: int) -> tuple[float, float]:
-        """(bytes of values of a row, ratio), of the first block."""
+        """Returns (bytes of values of a row, ratio), from the first block."""
         for _, sizes, place in _blocks(self.source, total):
             if sizes.any():
                 return float(sizes.mean()), self._ratio(sizes, place)
         return 1.0, 1.0
 
     def _ratio(self, sizes: NDArray[np.float64], place: tuple[int, int, int]) -> float:
+        """Returns the ratio of a block, which is written to memory."""
         written = self._written([self.source.read(*place)]) - self.empty
         return max(written / float(sizes.sum()), LEAST_RATIO)
 
     def _estimates(self, total: int, sample_every: float) -> Sizes:
+        """Yields the estimated bytes on disk of all rows, with samples at this distance."""
         ratio, unseen = 1.0, float("inf")
         for first, sizes, place in _blocks(self.source, total):
             unseen += float(sizes.sum())
@@ -281,8 +300,9 @@ class DiskSizes:
             yield first, sizes * ratio
 
     def _fitting(self, start: int, total: int, guess: int, room: float) -> tuple[int, float]:
-        """Rows from `start` that fill `room` to within a few hundredths, and their bytes: the guess
-        is corrected by what it was seen to take. One row at least.
+        """Returns (rows from `start` that fill `room` to within a few hundredths, their bytes).
+
+        The guess is corrected by the bytes that it was measured to take. There is at least one row.
         """
         most = total - start
         low, low_bytes, high = 0, 0.0, most + 1  # `low` rows fit, `high` do not
@@ -302,10 +322,11 @@ class DiskSizes:
         return (low, low_bytes) if low else (1, room)
 
     def of_rows(self, start: int, stop: int) -> int:
-        """Bytes of one file of these rows."""
+        """Returns the bytes of one file of these rows."""
         return self._written(batch for batch, _ in batches(self.source, start, stop))
 
     def _written(self, rows: Iterable[pa.RecordBatch]) -> int:
+        """Returns the bytes of a file with these batches, written to memory."""
         sink = pa.BufferOutputStream()
         with open_writer(sink, self.format, self.compression, self.source.schema) as write:
             for batch in rows:

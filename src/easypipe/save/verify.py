@@ -1,6 +1,6 @@
-"""Verifies whatever folder is given: a saved one here, token caches and checkpoints by their own.
+"""Verifies saved folders, and passes token caches and checkpoints to their own verifiers.
 
-Nothing is changed here; stages/prepare.py makes good what is found.
+Nothing is changed here; stages/prepare.py repairs what is found.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ CHECKPOINT = "checkpoint"
 def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Verification, ...]:
     """Verifies everything below `path`, reading every byte.
 
-    `path` is a token cache (its folder, or one manifest in it); a saved folder, or a folder of
-    saved folders; or the output_dir of a run, its folder of checkpoints, or one of these.
+    Args:
+        path: A token cache (its folder, or one manifest in it); a saved folder, or a folder of
+            saved folders; or the output_dir of a run, its folder of checkpoints, or one of these.
+        storage_options: Passed to fsspec, for a remote path.
 
     Raises:
-        ConfigError: If there is nothing that can be verified.
+        ConfigError: There is nothing that can be verified.
     """
     text = str(path)
     place = cache_folder_of(path, storage_options)
@@ -71,7 +73,10 @@ def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Ve
 def cache_folder_of(
     path: str | Path, storage_options: StorageOptions = None
 ) -> tuple[CacheFolder, str | None] | None:
-    """(the token cache that `path` is or is a manifest of, the key of that manifest)."""
+    """Returns (the token cache that `path` is or has a manifest of, the key of that manifest).
+
+    None where `path` is no token cache.
+    """
     text = place_of(path)
     root, _, name = text.rpartition("/manifests/")
     key = (
@@ -87,6 +92,7 @@ def cache_folder_of(
 
 
 def _checkpoint(folder: Path) -> Verification:
+    """Verifies a checkpoint."""
     found = checkpoint_files.check(folder)
     problems = [
         Problem(at=str(folder / name), what=what, file=str(folder / name))
@@ -107,6 +113,7 @@ def _checkpoint(folder: Path) -> Verification:
 
 
 def _saved_folders(path: str, storage_options: StorageOptions) -> list[str]:
+    """Returns the saved folders that `path` is or holds."""
     below = storage.names_in(path, storage_options)
     if saved.MANIFEST in below or RUN in below:
         return [path]
@@ -119,6 +126,9 @@ def _saved_folders(path: str, storage_options: StorageOptions) -> list[str]:
 
 
 def _saved(folder: str, storage_options: StorageOptions) -> Verification:
+    """Verifies a saved folder: its manifest, the bytes of its shards, their rows and
+    tokenizer.
+    """
     path = saved.join(folder, saved.MANIFEST)
     dataset = folder.rstrip("/").rpartition("/")[2]
     try:
@@ -144,7 +154,7 @@ def _saved(folder: str, storage_options: StorageOptions) -> Verification:
         wrong = wrong_bytes(at, shard.num_bytes, shard.checksum, storage_options)
         if wrong is not None:
             problems.append(Problem(at=at, what=wrong, file=at))
-    if not problems:  # else it cannot be opened
+    if not problems:  # a folder with problems cannot be opened
         problems += _saved_rows(folder, manifest, storage_options)
     notes: tuple[str, ...] = ()
     if manifest.tokens is not None:
@@ -166,7 +176,9 @@ def _saved(folder: str, storage_options: StorageOptions) -> Verification:
 def _saved_rows(
     folder: str, manifest: saved.SavedManifest, storage_options: StorageOptions
 ) -> Iterator[Problem]:
-    """Counts and columns of every shard, whose bytes are known to be right."""
+    """Yields problems with counts and columns of the shards, whose bytes are known to be
+    right.
+    """
     path = saved.join(folder, saved.MANIFEST)
     try:
         source = saved.SavedSource(folder, storage_options)
@@ -197,7 +209,7 @@ def _saved_rows(
 
 
 def _wrong_slots(batch: pa.RecordBatch, told: TokenInfo, path: str) -> Iterator[Problem]:
-    """Where packed rows have other slots, or other padding, than the manifest says."""
+    """Yields problems where packed rows have other slots or padding than the manifest says."""
     ids = batch.column(INPUT_IDS)
     sizes = ids.value_lengths().unique().to_pylist()
     if told.seq_length is not None and sizes != [told.seq_length]:

@@ -46,14 +46,18 @@ TOLERANCE = 1.1  # of max_shard_size; a shard above it is named in a warning
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFolder:
-    """What stands in one output folder, and how it came there.
+    """One output folder after saving.
 
     Attributes:
+        dataset: The name of the dataset.
+        path: The folder.
+        manifest: Its manifest.
         num_read: Rows of the source.
         resumed_shards: Shards that were found finished.
-        up_to_date: All of them were, nothing was written.
-        decided_by: The option that made the shards as many as they are: `num_shards`,
-            `max_shard_size` or `default`; None where an earlier run planned them.
+        up_to_date: Whether all of them were, so that nothing was written.
+        seconds: How long it took.
+        decided_by: The option that decided the number of shards: `num_shards`, `max_shard_size` or
+            `default`; None where an earlier run planned them.
     """
 
     dataset: str
@@ -86,7 +90,7 @@ class SavedFolder:
         return self.manifest.num_bytes
 
     def enter(self, ledger: Ledger) -> None:
-        """The balance of what was read and what was written, and what it took."""
+        """Adds the balance of what was read and written to the ledger, and what it took."""
         ledger.add(
             "save",
             self.dataset,
@@ -102,7 +106,7 @@ class SavedFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One dataset, the folder that it goes to, and how."""
+    """One dataset, the folder that it is saved to, and how."""
 
     dataset: str
     source: ShardedSource
@@ -111,8 +115,15 @@ class Target:
 
 
 class Rows(NamedTuple):
-    """What is written of a dataset: `source`, known by `fingerprint`, of whose tokens; and the
-    ledger of what led to these rows, asked for when they stand.
+    """What is written of a dataset.
+
+    Attributes:
+        source: The rows.
+        fingerprint: Their identity.
+        tokens: What is known of their tokenizer.
+        turns: How their conversations are written.
+        ledger: Returns the ledger of what led to these rows; it is called when they are written.
+        aligned: Columns with values for every token.
     """
 
     source: ShardedSource
@@ -120,7 +131,7 @@ class Rows(NamedTuple):
     tokens: TokenInfo | None
     turns: Turns | None
     ledger: Callable[[], Ledger]
-    aligned: tuple[str, ...] = ()  # columns with values for every token
+    aligned: tuple[str, ...] = ()
 
 
 def write_folder(target: Target, rows: Rows, progress: ProgressListener) -> SavedFolder:
@@ -131,7 +142,7 @@ def write_folder(target: Target, rows: Rows, progress: ProgressListener) -> Save
         StorageError: Writing fails.
     """
     with contextlib.ExitStack() as stack:
-        if not storage.is_remote(target.folder):  # no lock reaches there: see Run.claim
+        if not storage.is_remote(target.folder):  # no lock works there: see Run.claim
             folder = Path(os.path.expanduser(target.folder.removeprefix("file://")))
             stack.enter_context(locks.saving(folder))
         return _write_folder(target, rows, progress)
@@ -189,7 +200,7 @@ def _write_folder(target: Target, rows: Rows, progress: ProgressListener) -> Sav
     ledger = rows.ledger()
     folder.enter(ledger)
     ledger.check()
-    # seconds are left out: the same rows make the same folder
+    # Seconds are left out, so that the same rows make the same folder.
     balance = {"entries": ledger.to_json()["entries"]}
     manifest = dataclasses.replace(folder.manifest, ledger=balance)
     # before the manifest, which is the commit
@@ -200,8 +211,9 @@ def _write_folder(target: Target, rows: Rows, progress: ProgressListener) -> Sav
 
 
 def _identities(config: SaveStageConfig, rows: Rows) -> tuple[str, str | None]:
-    """What this run is called, and what easypipe 0.1 called it, whose `max_shard_size` counted
-    bytes before compression.
+    """Returns (the fingerprint of this run, its fingerprint by easypipe 0.1 or None).
+
+    The `max_shard_size` of easypipe 0.1 counted bytes before compression.
     """
     schema = schema_text(rows.source.schema)
     what = ("saved", FORMAT_VERSION, rows.fingerprint, schema, config.format, codec_of(config))
@@ -214,7 +226,7 @@ def _identities(config: SaveStageConfig, rows: Rows) -> tuple[str, str | None]:
 
 
 def _check_sizes(target: Target, shards: Sequence[SavedShard]) -> None:
-    """Says so where samples misjudged the data. A row that is larger than the limit cannot be
+    """Warns where samples misjudged the data. A row that is larger than the limit cannot be
     cut.
     """
     limit = max_bytes_of(target.config) or float("inf")
@@ -232,7 +244,7 @@ def _check_sizes(target: Target, shards: Sequence[SavedShard]) -> None:
 
 
 class _Writing:
-    """The shards of one folder, some at a time; each is committed as it ends."""
+    """The shards of one folder, written some at a time; each is committed when it ends."""
 
     def __init__(
         self,
@@ -250,13 +262,13 @@ class _Writing:
             for i in range(count)
         }
         self.cores = min(os.cpu_count() or 1, 8)
-        # rows are encoded by as many threads; others wait for the disk or the store meanwhile
+        # So many threads encode rows; others wait for the disk or the store meanwhile.
         self.at_work = threading.Semaphore(self.cores)
         self.stop, self.lock = threading.Event(), threading.Lock()
         self.done = self.num_bytes = 0
 
     def run_all(self) -> tuple[tuple[SavedShard, ...], int]:
-        """Every shard in order, and how many of them were found finished."""
+        """Returns every shard in order, and how many of them were found finished."""
         shards = self.run.finished(list(self.rows))
         resumed = len(shards)
         missing = [name for name in self.rows if name not in shards]
@@ -264,7 +276,7 @@ class _Writing:
         pool = Threads(self.cores + 2, thread_name_prefix="easypipe-save")
         try:
             shards |= zip(missing, pool.map(self._write, missing), strict=True)
-        # Ctrl-C too: the writers stop at their next batch, what is committed stays
+        # Also at Ctrl-C, the writers stop at their next batch, and what is committed stays.
         except BaseException:
             self.stop.set()
             raise
@@ -283,6 +295,7 @@ class _Writing:
             raise
 
     def _write_shard(self, name: str, start: int, stop: int) -> SavedShard:
+        """Writes and commits one shard, and records it."""
         rows, tokens, rejected = 0, 0, Counter[str]()
         config, path = self.target.config, join(self.target.folder, name)
         with (
@@ -318,7 +331,7 @@ class _Writing:
 
 
 class _StoppedError(Exception):
-    """Another shard failed first; nobody sees this one."""
+    """Raised in writers when another shard failed first; no caller sees it."""
 
 
 def _progress(dataset: str, done: int, total: int, num_bytes: int = 0) -> ProgressEvent:

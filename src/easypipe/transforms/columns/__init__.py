@@ -1,1 +1,1 @@
-"""Transforms of columns and rows."""
+"""Transforms of columns and rows, and what kind of rows a dataset holds."""

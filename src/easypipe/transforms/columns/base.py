@@ -1,10 +1,12 @@
-"""The base of all transforms, chains of them by `>>`, and the source that a transform makes.
+"""ColumnTransform: the base of all transforms, their chains by `>>`, and TransformedSource.
 
 Rows keep their numbers on the way through.
 
+```python
 clean = Rename({"body": "text"}) >> FilterNonEmpty("text") >> Select("text")
 clean(batch)      # a RecordBatch
 clean(source)     # a TransformedSource: lazy, nothing is read before it is asked for
+```
 """
 
 from __future__ import annotations
@@ -65,7 +67,10 @@ OnError = Literal["error", "skip", "quarantine"]
 class Rows:
     """Rows on their way through a transform.
 
-    `numbers` Int64[rows] are their row numbers; `batch` has no column of them.
+    Attributes:
+        batch: The rows, without a column of row numbers.
+        numbers: Int64[rows], their row numbers.
+        rejects: The rows on which a transform failed.
     """
 
     batch: pa.RecordBatch
@@ -73,14 +78,18 @@ class Rows:
     rejects: tuple[Reject, ...] = ()
 
     def kept(self, keep: Bools, rejects: Iterable[Reject] = ()) -> Rows:
-        """The rows where `keep` (Bool[rows]) is set. rejects: further ones, in any order."""
+        """Returns the rows where `keep` (Bool[rows]) is set, with further `rejects`, in any
+        order.
+        """
         every = by_row((*self.rejects, *rejects))
         if keep.all():
             return Rows(self.batch, self.numbers, every)
         return Rows(self.batch.filter(pa.array(keep)), self.numbers[keep], every)
 
     def laid_over(self, schema: pa.Schema, made: Mapping[str, pa.Array]) -> Rows:
-        """The rows with `schema`: its columns from `made`, the others as they are."""
+        """Returns the rows with `schema`: columns from `made` where it has them, the others as they
+        are.
+        """
         arrays = [made[n] if n in made else self.batch.column(n) for n in schema.names]
         return Rows(pa.record_batch(arrays, schema=schema), self.numbers, self.rejects)
 
@@ -88,11 +97,16 @@ class Rows:
 class ColumnTransform(ABC):
     """The base of this package's transforms; implements Transform.
 
-    A subclass says what becomes of a schema and of rows.
+    A subclass says what happens to a schema and to rows. Equal fingerprints mean equal rows: a
+    subclass puts all its options into `fingerprint`.
 
-    Equal fingerprints mean equal rows: a subclass puts all its options into `fingerprint`.
-    reads: the columns that it needs beside those that are wanted of it; None: it may read any.
-    makes: a column that it makes, and does not read.
+    Attributes:
+        drops: Whether it may leave rows out.
+        fan_out: The most rows that one row becomes.
+        cacheable: Whether tokens of its rows may be kept in the token cache.
+        tokens: The tokenizer of its rows, if they are tokens.
+        reads: The columns that it needs beside those that are wanted of it; None: it may read any.
+        makes: A column that it makes, and does not read.
     """
 
     drops: bool = False
@@ -108,42 +122,48 @@ class ColumnTransform(ABC):
 
     @abstractmethod
     def columns(self, before: pa.Schema) -> pa.Schema:
-        """The schema after.
+        """Returns the schema after the transform; neither schema has ROW_NUMBER.
 
-        Neither has ROW_NUMBER. Raises SourceError for a column that is not there or cannot
-        be used so.
+        Raises:
+            SourceError: A column does not exist or cannot be used so.
         """
 
     @abstractmethod
     def rows(self, rows: Rows) -> Rows:
-        """What becomes of rows.
+        """Transforms rows.
 
-        Rows on which it failed are rejects; what it drops on purpose need be in neither.
+        Rows on which it fails are rejects; rows that it drops on purpose need be in neither.
         """
 
     def error(
         self, problem: str, fix: str | None = None, have: Iterable[str] | None = None
     ) -> SourceError:
-        """What is wrong with the columns that it is given."""
+        """Returns the error for wrong columns, which names the transform."""
         return SourceError(at=str(self), problem=problem, have=have, fix=fix)
 
     def overlaid(self, rows: Rows, made: Mapping[str, pa.Array]) -> Rows:
-        """The rows with the columns after, those of `made` in their places."""
+        """Returns the rows with the columns after the transform, taking those in `made` from
+        there.
+        """
         return rows.laid_over(self.columns(rows.batch.schema), made)
 
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
-        """A transform with the same rows that needs to give only `columns`, and what it reads.
+        """Returns a transform with the same rows that gives only `columns`, and the columns it
+        reads.
 
-        None in place of what it reads: everything.
+        None in place of the columns it reads means all of them.
         """
         if self.reads is None:
             return self, None
         return self, list(dict.fromkeys([*(n for n in columns if n != self.makes), *self.reads]))
 
     def schema(self, before: pa.Schema) -> pa.Schema:
-        """The schema after, ROW_NUMBER last where `before` has it.
+        """Returns the schema after the transform, ROW_NUMBER last where `before` has it.
 
-        Reads no rows; raises SourceError naming a column that is missing.
+        Reads no rows.
+
+        Raises:
+            SourceError: A column is missing; names it.
         """
         after = self.columns(
             pa.schema([pa.field(f.name, f.type) for f in before if f.name != ROW_NUMBER])
@@ -155,7 +175,7 @@ class ColumnTransform(ABC):
         return with_row_numbers(after) if ROW_NUMBER in before.names else after
 
     def scan(self, batch: pa.RecordBatch) -> Scan:
-        """The batch transformed, and the rows on which that failed."""
+        """Returns the transformed batch, and the rows on which that failed."""
         schema = self.schema(batch.schema)
         after = self.rows(Rows(batch.select(data_columns(batch.schema)), row_numbers(batch, 0)))
         arrays = list(after.batch.columns)
@@ -164,8 +184,10 @@ class ColumnTransform(ABC):
         return Scan(pa.record_batch(arrays, schema=schema), after.rejects)
 
     def __call__(self, batch: pa.RecordBatch | ShardedSource) -> pa.RecordBatch | TransformedSource:
-        """A batch gives a batch, a source a TransformedSource. Raises SourceError for the first row
-        on which it failed.
+        """Transforms a batch, or makes a TransformedSource of a source.
+
+        Raises:
+            SourceError: The transform failed on a row of a batch; names the first.
         """
         if not isinstance(batch, pa.RecordBatch):
             return TransformedSource(batch, self)
@@ -190,9 +212,9 @@ Narrowed = tuple[ColumnTransform, Sequence[str] | None]
 
 
 class Chain(ColumnTransform):
-    """One transform after the other; what `a >> b >> c` makes.
+    """A chain of transforms, one after the other, as `a >> b >> c` makes it.
 
-    `(a >> b) >> c` and `a >> (b >> c)` are one and the same.
+    `(a >> b) >> c` and `a >> (b >> c)` are the same.
     """
 
     def __init__(self, steps: Sequence[Transform]) -> None:
@@ -243,13 +265,13 @@ class Chain(ColumnTransform):
 
 
 class _Adapted(ColumnTransform):
-    """A transform of the user's own kind, with what the protocol says of attributes it lacks."""
+    """A user's own transform, with the protocol's defaults for attributes that it lacks."""
 
     def __init__(self, own: Transform) -> None:
         self.own = own
         lacking = {"drops": True, "fan_out": 1, "cacheable": True, "tokens": None}
         for name, value in lacking.items():
-            # a user's transform has those that it wants to
+            # A user's transform has only those attributes that it wants.
             setattr(self, name, getattr(own, name, value))
 
     @property
@@ -286,16 +308,12 @@ class _Adapted(ColumnTransform):
 
 
 class TransformedSource(Source):
-    """The rows of a source after a transform.
-
-    No function is called before rows are asked for.
+    """The rows of a source after a transform; no function is called before rows are asked for.
 
     Row numbers stay those of the source: a filter leaves gaps (benign rejects, `filtered`), and
-    `num_rows` counts before it. After Expand the rows of row r are r * most to r * most + most - 1;
-    those that do not exist are benign rejects too (`unfilled`).
-    on_error: "error" raises SourceError at the first row on which the transform failed, naming file
-    and row; "skip" and "quarantine" leave such rows out and list them in `scan(...).rejects`, with
-    the reason. Thread safe as far as the user's functions are.
+    `num_rows` counts the rows before it. After Expand the rows of row r are r * most to r * most +
+    most - 1; those that do not exist are benign rejects too (`unfilled`). Thread-safe as far as the
+    user's functions are.
     """
 
     def __init__(
@@ -305,8 +323,18 @@ class TransformedSource(Source):
         *,
         on_error: OnError = "error",
     ) -> None:
-        """Raises ConfigError for what is no transform or option, SourceError where the columns do
-        not fit. Reads no rows.
+        """Reads no rows.
+
+        Args:
+            source: The source.
+            transform: A transform, or several in their order.
+            on_error: What happens at a row on which the transform fails. "error" raises
+                SourceError, naming file and row; "skip" and "quarantine" leave such rows out and
+                list them in `scan(...).rejects`, with the reason.
+
+        Raises:
+            ConfigError: It is no transform, or no such option.
+            SourceError: The columns do not fit.
         """
         require_option(on_error, get_args(OnError), "on_error")
         self.source = source
@@ -364,15 +392,20 @@ class TransformedSource(Source):
 
     @property
     def below(self) -> ShardedSource:
+        """The source before the transform."""
         return self.source
 
     def shard_identity(self, shard: int) -> str:
-        """Of one shard below and the transform: new shards leave the old ones what they are."""
+        """Returns a digest of one shard below and the transform: new shards do not change the old
+        ones.
+        """
         own = identity_of(self.source, shard)
         return digest("transformed", self.transform.fingerprint, own, self._columns)
 
     def select(self, columns: Sequence[str]) -> TransformedSource:
-        """The same rows with only `columns`; below, only what those are made of is read."""
+        """Returns the same rows with only `columns`; below, only what these are made of is
+        read.
+        """
         narrowed = copy.copy(self)
         narrowed.transform, reads = self.transform.narrow(
             list(columns), without_row_numbers(self.source.schema)
@@ -385,10 +418,10 @@ class TransformedSource(Source):
         return narrowed
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """Rows `start` to `stop`, and those that were refused or left out.
+        """Returns rows `start` to `stop`, and those that were refused or left out.
 
-        The source and the transform refuse rows one by one; those that a filter left out
-        are one reject.
+        The source and the transform refuse rows one by one; all rows that a filter left out are one
+        reject.
         """
         k, info = self._factor, self.shards[shard]
         require_rows(start, stop, info.num_rows, info.name)
@@ -403,7 +436,7 @@ class TransformedSource(Source):
                 problem=f"{bad.reason}: {bad.detail}",
                 fix="Correct the row or the function, or set on_error to 'skip' or 'quarantine'.",
             )
-        if k > 1:  # benign ones are among the numbers that stay unfilled
+        if k > 1:  # benign rejects are among the numbers that stay unfilled
             below, own = _spread(bad_of(below), k), tuple(bad_of(own))
         rejects = [reject for reject in (*below, *own) if start <= reject.row < stop]
         if k > 1:
@@ -424,13 +457,13 @@ class TransformedSource(Source):
         return super().at_end(shard, position // self._factor)
 
     def raw(self, shard: int, row: int) -> str | None:
-        """A row as it stands in its file, before any transform.
-
-        None where the source cannot tell.
+        """Returns a row as it is in its file, before any transform; None where the source cannot
+        say.
         """
         return raw_of(self.source, shard, row // self._factor)
 
     def _after(self, before: pa.Schema) -> pa.Schema:
+        """Returns the schema of the rows, with a schema `before` below."""
         if self._reads is not None:
             before = pa.schema([before.field(name) for name in self._reads])
         after = self.transform.schema(without_row_numbers(before))
@@ -439,7 +472,7 @@ class TransformedSource(Source):
         return with_row_numbers(after) if self._numbered else pa.schema(list(after))
 
     def _given(self, batch: pa.RecordBatch, start: int) -> pa.RecordBatch:
-        """What the transform is given: the columns that it reads, and row numbers."""
+        """Returns what the transform is given: the columns that it reads, and row numbers."""
         data = batch.select(list(self._reads or data_columns(batch.schema)))
         schema = with_row_numbers(data.schema)
         return pa.record_batch(
@@ -453,7 +486,7 @@ class TransformedSource(Source):
         after: pa.RecordBatch,
         rejects: Sequence[Reject],
     ) -> Reject:
-        """One that stands for all rows which are neither there nor refused."""
+        """Returns one reject for all rows that are neither among the rows after nor refused."""
         refused = np.array([reject.row for reject in rejects], np.int64)
         seen = np.concatenate([after.column(ROW_NUMBER).to_numpy(), refused])
         row = int(np.setdiff1d(expected, seen)[0])
@@ -465,9 +498,10 @@ class TransformedSource(Source):
 
 
 def as_transform(value: Transform | Sequence[Transform]) -> ColumnTransform:
-    """A transform with all that the protocol leaves open, a list of them as a chain.
+    """Returns a transform with everything that the protocol leaves open; a list of them as a chain.
 
-    Raises ConfigError for anything else.
+    Raises:
+        ConfigError: `value` is neither.
     """
     if isinstance(value, list | tuple):
         return Chain(value)
@@ -484,14 +518,16 @@ def as_transform(value: Transform | Sequence[Transform]) -> ColumnTransform:
 
 
 def overlaid(before: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
-    """The schema with columns of these types: in place of those of their name, else behind all."""
+    """Returns the schema with columns of these types, in place of those of their name or at the
+    end.
+    """
     rest = dict(types)
     same = [pa.field(field.name, rest.pop(field.name, field.type)) for field in before]
     return pa.schema([*same, *(pa.field(name, kind) for name, kind in rest.items())])
 
 
 def as_array(values: Any, kind: pa.DataType) -> pa.Array:
-    """Values of any kind, an Arrow array among them, as an array of type `kind`."""
+    """Returns values of any kind, also an Arrow array, as an array of type `kind`."""
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     if isinstance(values, pa.Array):
@@ -500,5 +536,7 @@ def as_array(values: Any, kind: pa.DataType) -> pa.Array:
 
 
 def _spread(rejects: Iterable[Reject], factor: int) -> tuple[Reject, ...]:
-    """Rejects by the numbers of what each row becomes: the first of its `factor` rows."""
+    """Returns rejects under the number of the first of the `factor` rows that each row
+    becomes.
+    """
     return tuple(replace(reject, row=reject.row * factor) for reject in rejects)

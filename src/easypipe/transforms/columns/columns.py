@@ -1,9 +1,9 @@
 # pyright: reportAttributeAccessIssue=false
-# (pyarrow makes the functions of its compute module when it is imported)
-"""Transforms that Arrow carries out itself: no row becomes a Python object.
+# (pyarrow creates the functions of its compute module at import)
+"""Transforms that Arrow carries out itself: Rename, Select, Drop, Extract, Combine, FilterNonEmpty.
 
-Every `narrow` leaves out what the wanted columns do not need, so that `Rename(...) >> Combine(...)`
-before tokenizing reads two columns of a file with fifty.
+No row becomes a Python object. Every `narrow` leaves out what the wanted columns do not need, so
+that `Rename(...) >> Combine(...)` before tokenizing reads two columns of a file with fifty.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ _TEXT = pa.large_string()
 
 
 class Rename(ColumnTransform):
-    """Columns under new names: `Rename({"old": "new"})`. The others stay, and so does the order.
+    """A transform that gives columns new names: `Rename({"old": "new"})`.
 
-    Raises ConfigError for names that are no two different strings, SourceError for a column that is
-    not there or a name that is taken.
+    The other columns stay, and so does the order.
+
+    Raises:
+        ConfigError: The names are not two different strings.
+        SourceError: A column does not exist, or a name is taken.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -77,7 +80,7 @@ class Rename(ColumnTransform):
 
 
 class Select(ColumnTransform):
-    """Only these columns, in this order: `Select("text", "id")`."""
+    """A transform that keeps only these columns, in this order: `Select("text", "id")`."""
 
     def __init__(self, *names: str | Sequence[str]) -> None:
         self.names = column_names(names, "Select")
@@ -101,7 +104,11 @@ class Select(ColumnTransform):
 
 
 class Drop(ColumnTransform):
-    """All columns but these: `Drop("metadata")`. Raises SourceError where none would be left."""
+    """A transform that removes columns: `Drop("metadata")`.
+
+    Raises:
+        SourceError: No column would be left.
+    """
 
     def __init__(self, *names: str | Sequence[str]) -> None:
         self.names = column_names(names, "Drop")
@@ -127,13 +134,16 @@ class Drop(ColumnTransform):
 
 
 class Extract(ColumnTransform):
-    """Columns out of nested ones.
+    """A transform that takes columns out of nested ones.
 
     `Extract({"answer": "choices.0.message.content", "last": "turns.-1"})`
 
-    A path goes through keys of structs and positions in lists, from the end where they are
-    negative. A list that is too short gives null, as does anything inside of a null. A new name
-    that is a column already takes its place. Raises SourceError for a key that is not there.
+    A path goes through keys of structs and positions in lists, counted from the end where they are
+    negative. A list that is too short gives null, as does anything inside a null. A new column
+    replaces one of the same name.
+
+    Raises:
+        SourceError: A key does not exist.
     """
 
     def __init__(self, paths: Mapping[str, str]) -> None:
@@ -188,12 +198,18 @@ class Extract(ColumnTransform):
 
 
 class Combine(ColumnTransform):
-    """One column of text out of several: `Combine("text", "{question}\\n{answer}")`.
+    r"""A transform that writes several columns into one of text.
+
+    `Combine("text", "{question}\n{answer}")`
 
     The format knows only `{column}`, and `{{` for a brace: no attributes, no positions, no
-    conversions, nothing that could run. Columns are text, numbers or booleans. A row in which one
-    is null becomes null, or has `null_as` there. The other columns stay; a column called `into` is
-    replaced.
+    conversions, nothing that could run. Columns are text, numbers or booleans. The other columns
+    stay; a column called `into` is replaced.
+
+    Args:
+        into: The column of text.
+        template: The format.
+        null_as: What stands for a null; None makes the whole row null.
     """
 
     def __init__(self, into: str, template: str, *, null_as: str | None = None) -> None:
@@ -249,12 +265,11 @@ class Combine(ColumnTransform):
 
 
 class FilterNonEmpty(ColumnTransform):
-    """Only rows in which every one of these columns holds something.
+    """A transform that keeps rows in which every one of these columns holds something.
 
     `FilterNonEmpty("prompt", "answer")`
 
-    Null, text of nothing but white space and an empty list hold nothing; a number always holds
-    something.
+    Null, text of white space alone and an empty list hold nothing; a number always holds something.
     """
 
     drops = True
@@ -282,16 +297,17 @@ class FilterNonEmpty(ColumnTransform):
             keep &= full.to_numpy(zero_copy_only=False)
         return rows.kept(keep)
 
-    narrow = ColumnTransform.narrow  # by `reads`; named here for those who look at this class
+    narrow = ColumnTransform.narrow  # it uses `reads`; named here for readers of this class
 
     def __repr__(self) -> str:
         return f"FilterNonEmpty({_shown(self.names)})"
 
 
 def column_names(names: tuple[str | Sequence[str], ...], of: str) -> tuple[str, ...]:
-    """`("a", "b")` or `(["a", "b"],)` as names.
+    """Returns the names given as `("a", "b")` or as `(["a", "b"],)`.
 
-    Raises ConfigError where there is none, or one stands twice.
+    Raises:
+        ConfigError: There is no name, or one is given twice.
     """
     flat = tuple(names[0]) if len(names) == 1 and not isinstance(names[0], str) else names
     require(
@@ -306,7 +322,7 @@ def column_names(names: tuple[str | Sequence[str], ...], of: str) -> tuple[str, 
 
 
 def _require_names(names: Mapping[str, str], of: str, fix: str) -> None:
-    """Raises ConfigError for what maps no names of columns."""
+    """Raises ConfigError for what does not map names of columns."""
     if not isinstance(names, Mapping) or not names:
         expected = "old and new names" if of == "Rename" else "names and paths"
         raise ConfigError(at=of, problem=f"expected {expected}, got {names!r}", fix=fix)
@@ -321,8 +337,10 @@ def _is_name(name: JsonValue) -> bool:
 
 
 def _parse_template(template: str) -> tuple[tuple[str, bool], ...]:
-    """(text, whether it is a column's name) in order. Raises ConfigError for anything but
-    `{column}`, `{{` and `}}`.
+    """Returns (text, whether it is the name of a column) for the parts of a format, in order.
+
+    Raises:
+        ConfigError: It holds anything but `{column}`, `{{` and `}}`.
     """
     fix = 'Write only columns in braces, as in "{question} {answer}", and {{ for a brace.'
     require(
@@ -353,8 +371,9 @@ def _parse_template(template: str) -> tuple[tuple[str, bool], ...]:
 
 
 def _split(path: str, schema: pa.Schema, at: str) -> tuple[str, list[str]]:
-    """The column that a path begins with (the longest name that is one, as names may have dots),
-    and the steps into it.
+    """Returns the column that a path begins with, and the steps into it.
+
+    Names may have dots, so the longest name that is a column is taken.
     """
     steps = path.split(".")
     for n in range(len(steps), 1, -1):
@@ -370,7 +389,7 @@ def _position(step: str) -> int | None:
 
 
 def _item(array: pa.Array, position: int) -> pa.Array:
-    """Item `position` of every list; null where there is none."""
+    """Returns item `position` of every list; null where there is none."""
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.large_list(array.type.value_type))
     lengths = list_sizes(array)

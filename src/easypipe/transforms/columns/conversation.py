@@ -1,4 +1,4 @@
-"""Conversations as one column of text among others, for chains of transforms."""
+"""Chat: a transform that writes conversations as a column of text, by a chat template."""
 
 from __future__ import annotations
 
@@ -29,18 +29,23 @@ from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 
 class Chat(ColumnTransform):
-    """Conversations written out as text by a chat template.
+    """A transform that writes conversations as text by a chat template.
 
     `Chat("my-tokenizer") >> FilterNonEmpty("text")`
 
-    tokenizer: whose template, and whose special tokens. chat_template: another one, as a file or
-    its text. template_date: the day that
-        templates are told which ask for today's.
-    messages: the column of conversations. tools: the column of their tools, if there is one. into:
-    the column of text. What comes out is text, so every token of it is trained. For a loss on the
-    assistant's turns alone leave this out and name the column of messages as the dataset's
-    content_field. Raises TokenizerError where there is no template, or where it goes beyond its
-    limits.
+    The result is text, so every token of it is trained. For a loss on the assistant's turns alone,
+    leave this out and name the column of messages as the dataset's content_field.
+
+    Args:
+        tokenizer: The tokenizer whose template and special tokens are used.
+        messages: The column of conversations.
+        tools: The column of their tools, if there is one.
+        into: The column of text.
+        chat_template: Another template, as a file or its text.
+        template_date: The day for templates that ask for today's.
+
+    Raises:
+        TokenizerError: There is no template, or it goes beyond its limits.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class Chat(ColumnTransform):
             else values_of(rows.batch.column(self.tools), keep=())
         )
         asked: list[Asked | Refused] = []
-        for talk, tool in zip(talks, tools, strict=True):  # templates know rows
+        for talk, tool in zip(talks, tools, strict=True):  # templates take whole rows
             wrong = wrong_messages(talk) or wrong_tools(tool)
             row = {"messages": talk, "tools": tool or None}
             asked.append(row if wrong is None else Refused(*wrong))
@@ -113,7 +118,7 @@ class Chat(ColumnTransform):
         good = texts.is_valid().to_numpy(zero_copy_only=False)
         return self.overlaid(rows, {self.into: texts}).kept(good, failed)
 
-    narrow = ColumnTransform.narrow  # by `reads`; named here for those who look at this class
+    narrow = ColumnTransform.narrow  # it uses `reads`; named here for readers of this class
 
     def __repr__(self) -> str:
         return f"Chat({self.template.origin!r})"

@@ -1,10 +1,10 @@
 # pyright: reportAttributeAccessIssue=false
-# (pyarrow makes the functions of its compute module when it is imported)
-"""Transforms that call a function of the user's, row by row or batch by batch: Map, Filter, Expand.
+# (pyarrow creates the functions of its compute module at import)
+"""Map, Filter and Expand: transforms that call a user's function, by rows or by batches.
 
 A function takes a row as a dict and must be pure and safe to call from several threads: rows are
 transformed by whoever reads them, in any order, and again where they are read again. A row on which
-it raises is a bad row of its file: `on_error` decides what becomes of it.
+it raises is a bad row of its file: `on_error` decides what happens to it.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _CANNOT = (pa.ArrowException, ValueError, TypeError, OverflowError)
 
 
 class Map(ColumnTransform):
-    """What a function returns is laid over its row.
+    """A transform that updates each row with what a function returns.
 
     `Map(lambda row: {"text": row["a"].upper()}, columns={"text": "string"}, version="1")`
 
-    function: takes a row as a dict and returns a mapping, or "module:function". Columns that it
-    does not return stay as they are.
-    columns: types of the columns that it adds, or returns with another type: `string`, `int64`,
-    `list<string>`, ... A column that is
-        neither there already nor named here is refused: the schema is known before a row is read.
-    batched: the function takes a pyarrow.RecordBatch instead and returns one, or a mapping of
-    columns, with as many rows. It must treat
-        each row alone; the first batch is also given to it cut in two, and a difference is an
-        error.
-    version: raise it when the function changes. Without one (here, or as an attribute `version` of
-    the function) nothing can know that it
-        changed, so what comes out is not kept in the token cache, and a warning says so.
+    Args:
+        function: Takes a row as a dict and returns a mapping; or "module:function". Columns that it
+            does not return stay as they are.
+        columns: Types of the columns that it adds, or returns with another type: `string`, `int64`,
+            `list<string>`, ... A column that neither exists nor is named here is refused: the
+            schema is known before a row is read.
+        batched: The function takes a pyarrow.RecordBatch instead and returns one, or a mapping of
+            columns, with as many rows. It must treat each row alone; the first batch is also given
+            to it cut in two, and a difference is an error.
+        version: Raise it when the function changes. Without one (here, or as an attribute `version`
+            of the function) nothing can know that it changed, so its results are not kept in the
+            token cache, and a warning says so.
     """
 
     def __init__(
@@ -89,6 +89,9 @@ class Map(ColumnTransform):
         return _called(self, self.function, rows, lambda row: [self.function(row)], "map_failed")
 
     def _batch(self, rows: Rows) -> Rows:
+        """Calls the function with a batch; where it raises, with ever smaller ones to find the bad
+        row.
+        """
         schema = self.columns(rows.batch.schema)
         self._check_row_wise(rows.batch, schema)
         try:
@@ -141,8 +144,10 @@ class Map(ColumnTransform):
         return pa.record_batch(list(made.values()), schema=schema)
 
     def _check_row_wise(self, batch: pa.RecordBatch, schema: pa.Schema) -> None:
-        """Once, on the first batch of several rows: a function that looks at its neighbours would
-        depend on how rows are read.
+        """Raises SourceError for a function that looks at a row's neighbours.
+
+        Its results would depend on how rows are read. It is checked once, on the first batch of
+        several rows.
         """
         if self._checked or batch.num_rows < 2:
             return
@@ -166,13 +171,14 @@ class Map(ColumnTransform):
 
 
 class Filter(ColumnTransform):
-    """Only the rows for which a test holds.
+    """A transform that keeps the rows for which a test holds.
 
     `Filter(pc.field("score") > 0.5)`, or `Filter(lambda row: row["score"] > 0.5, version="1")`
 
-    test: a pyarrow.compute expression, which Arrow computes by columns (null does not hold), or a
-    function of a row that returns a bool, or
-        "module:function". version: of a function, as in Map.
+    Args:
+        test: A pyarrow.compute expression, which Arrow computes by columns (null does not hold); or
+            a function of a row that returns a bool; or "module:function".
+        version: The version of a function, as in Map.
     """
 
     drops = True
@@ -201,7 +207,7 @@ class Filter(ColumnTransform):
         shown = str(self.test)
         if "..." not in shown:
             return digest("filter", shown)
-        whole: Any = self.test.__reduce__()[1]  # printed, long lists lack their middle
+        whole: Any = self.test.__reduce__()[1]  # as text, long lists lack their middle
         return digest("filter", shown, hashlib.sha256(whole[0]).hexdigest())
 
     def columns(self, before: pa.Schema) -> pa.Schema:
@@ -223,7 +229,7 @@ class Filter(ColumnTransform):
             keep[table.filter(self.test).column(ROW_NUMBER).to_numpy()] = True
             return rows.kept(keep)
         failed: list[Reject] = []
-        for i, row in enumerate(rows.batch.to_pylist()):  # the user's function knows rows
+        for i, row in enumerate(rows.batch.to_pylist()):  # the user's function takes rows
             try:
                 holds = self.test(row)
                 if not isinstance(holds, bool | np.bool_):
@@ -241,16 +247,19 @@ class Filter(ColumnTransform):
 
 
 class Expand(ColumnTransform):
-    """One row to several: `Expand("turns", most=16)` gives a row for every item of a list.
+    """A transform that makes several rows of one: `Expand("turns", most=16)` makes one of each list
+    item.
 
-    by: a column of lists, whose items take its place; or a function of a row that returns rows
-    (each laid over it, as in Map), or
-        "module:function". columns, version: of what a function returns, as in Map.
-    most: at most so many rows come of one; a row that gives more is a bad row. It makes row numbers
-    follow from the file alone, whatever
-        the rows hold: the i-th row of row r has number `r * most + i`. Numbers that stay unused are
-        counted as `unfilled`, and every place that counts rows of the source counts `most` for
-        each.
+    Row numbers must follow from the file alone, whatever the rows hold: the i-th row of row r has
+    number `r * most + i`. Numbers that stay unused are counted as `unfilled`, and every place that
+    counts rows of the source counts `most` for each.
+
+    Args:
+        by: A column of lists, whose items take its place; or a function of a row that returns rows
+            (each updates it, as in Map); or "module:function".
+        most: At most so many rows come of one; a row that gives more is a bad row.
+        columns: Types of what a function returns, as in Map.
+        version: The version of a function, as in Map.
     """
 
     drops = True
@@ -324,7 +333,7 @@ class Expand(ColumnTransform):
             raise TypeError(f"it returned {made!r:.80}, not a list of rows")
         return list(itertools.islice(made, self.fan_out + 1))
 
-    narrow = ColumnTransform.narrow  # by `reads`; named here for those who look at this class
+    narrow = ColumnTransform.narrow  # it uses `reads`; named here for readers of this class
 
     def __repr__(self) -> str:
         return (
@@ -340,14 +349,15 @@ def _called(
     call: Callable[[Row], list[Any]],
     reason: str,
 ) -> Rows:
-    """What `call` makes of each row, so many mappings, each laid over the row. A row on which it
-    fails, or with a value that is not of its column's type, is a reject.
+    """Calls a function for each row, and updates the row with each mapping that it returns.
+
+    A row on which it fails, or which gets a value that is not of its column's type, is a reject.
     """
     schema, most = transform.columns(rows.batch.schema), transform.fan_out
     made: list[Row] = []
     failed: list[Reject] = []
     counts = np.zeros(len(rows.numbers), np.int64)
-    for i, row in enumerate(rows.batch.to_pylist()):  # the user's function knows rows
+    for i, row in enumerate(rows.batch.to_pylist()):  # the user's function takes rows
         number = int(rows.numbers[i])
         try:
             several = call(row)
@@ -389,7 +399,7 @@ def _called(
 
 
 def _fitted(values: list[Any], kind: pa.DataType) -> list[tuple[int, str]]:
-    """Which values are not of this type, and why; in their place stands None then."""
+    """Returns which values are not of this type, and why; they are replaced by None."""
     try:
         as_array(values, kind)
         return []
@@ -412,6 +422,7 @@ def _require_announced(
     schema: pa.Schema,
     row: int | None,
 ) -> None:
+    """Raises SourceError for a returned column whose type is not known."""
     for name in made:
         if name not in schema.names:
             raise SourceError(
@@ -424,7 +435,9 @@ def _require_announced(
 
 
 def _spread(rows: Rows, counts: Int64, most: int) -> Rows:
-    """Each row so many times, with the numbers of the rows that it becomes, of `most` each."""
+    """Repeats each row `counts` times, with the numbers of the rows that it becomes, of `most`
+    each.
+    """
     if most == 1 and counts.all():
         return rows
     parents = np.repeat(np.arange(len(counts)), counts)

@@ -1,4 +1,4 @@
-"""Rows that are held out of training for evaluation, drawn by a hash of what stands in them."""
+"""Holds rows out of training for evaluation, chosen by a hash of their content."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ class HoldOutConfig:
 
 
 class HoldOut(ColumnTransform):
-    """The rows of one side of a hold-out.
+    """A transform that keeps the rows of one side of a hold-out.
 
-    names: the columns that decide it, which are those that are read.
+    Args:
+        options: The share, the seed, and which side is kept.
+        names: The columns whose values decide the side; they are those that are read.
     """
 
     drops = True
@@ -84,7 +86,7 @@ class HoldOut(ColumnTransform):
 
 
 def _texts(column: pa.Array) -> Iterator[bytes | memoryview]:
-    """The bytes of each text where they lie: decoding them would cost more than their hashes."""
+    """Returns the bytes of each text without decoding, which would cost more than the hashes."""
     column = column.cast(pa.large_string()).fill_null("[null]")
     _, offsets, data = column.buffers()
     borders = np.frombuffer(offsets, np.int64)[column.offset :][: len(column) + 1].tolist()
@@ -92,7 +94,7 @@ def _texts(column: pa.Array) -> Iterator[bytes | memoryview]:
 
 
 def _json(columns: Sequence[pa.Array]) -> Iterator[bytes]:
-    """The JSON of each row; of rows that are one text (JSON in a file too) the text."""
+    """Yields the JSON of each row; where a row is one text (also JSON in a file), that text."""
     for values in zip(*(column.to_pylist() for column in columns), strict=True):
         whole = len(values) == 1 and isinstance(values[0], str)
         text = values[0] if whole else json.dumps(values, sort_keys=True, default=str)

@@ -1,7 +1,7 @@
-"""What kind of rows a dataset holds, told from names and types of columns and the first rows.
+"""Guesses what kind of rows a dataset holds, from names and types of columns and the first rows.
 
 Names of columns are matched with what rows of a kind need. A match is a proposal with its reason;
-where two columns fit equally well there is none: nobody but the user knows which is meant.
+where two columns fit equally well there is none: only the user knows which one is meant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from easypipe.transforms.chat.conversations import is_messages, is_text, values_
 from easypipe.transforms.chat.sandbox import Json, Row
 
 LIKE = 85  # of 100: names less alike than this are not taken for each other
-NEAR = 3  # scores nearer than this tell nothing
+NEAR = 3  # scores nearer than this are no difference
 
 How = Literal["given", "exact", "alias", "fuzzy", "only"]
 OTHERS = {
@@ -35,14 +35,17 @@ OTHERS = {
     "language",
     "name",
     "source",
-}  # of a column: `prompt_id` is no prompt
+}  # words that make a column something else: `prompt_id` is no prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
     """Something that rows of a kind have, with the names that people give its column.
 
-    name: the exact one. aliases: others.
+    Attributes:
+        name: The exact name.
+        aliases: Other names.
+        required: Whether rows of the kind must have it.
     """
 
     name: str
@@ -52,10 +55,15 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Column `column` is proposed for `slot`.
+    """A column that is proposed for a slot.
 
-    how: `given` by the user, `exact` name, `alias`, `fuzzy` likeness (score, of 100, to
-    `known`), or the `only` column that could be.
+    Attributes:
+        slot: The slot.
+        column: The column.
+        how: `given` by the user, `exact` name, `alias`, `fuzzy` likeness, or the `only` column that
+            could be it.
+        known: With `fuzzy`, the name that the column is like.
+        score: With `fuzzy`, how alike they are, of 100.
     """
 
     slot: str
@@ -66,6 +74,7 @@ class Choice:
 
     @property
     def reason(self) -> str:
+        """The reason in words."""
         return {
             "given": "as you say",
             "exact": f"named {self.slot!r} exactly",
@@ -77,13 +86,14 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Tie:
-    """Columns that fit a slot equally well."""
+    """Columns that fit a slot equally well, and why."""
 
     slot: str
     columns: tuple[str, ...]
     why: str
 
     def error(self, at: str) -> ConfigError:
+        """Returns the error that asks the user to choose."""
         names = " and ".join(repr(name) for name in self.columns)
         return ConfigError(
             at=at,
@@ -103,14 +113,18 @@ def match_columns(
     fuzzy: bool,
     given: Mapping[str, str] | None = None,
 ) -> Match | None:
-    """Columns for `slots`; None where one that is required has no column.
+    """Proposes columns for `slots`.
 
     A column is used once, and better reasons choose first, over all slots.
 
     Args:
-        fitting: Of each slot the columns whose type it could have.
-        fuzzy: Names that are merely alike count too.
+        slots: The slots.
+        fitting: For each slot the columns whose type it could have.
+        fuzzy: Whether names that are merely alike count too.
         given: What the user has decided.
+
+    Returns:
+        (choices, ties); None where a required slot has no column.
     """
     chosen = {
         slot: Choice(slot=slot, column=column, how="given")
@@ -138,6 +152,7 @@ def match_columns(
 def _candidates(
     slot: Slot, columns: Sequence[str], how: Literal["exact", "alias", "fuzzy"]
 ) -> list[Choice]:
+    """Returns the columns whose names fit a slot, by one kind of likeness."""
     known = {plain(name): name for name in (*slot.aliases, slot.name)}
     if how != "fuzzy":
         same = [
@@ -154,15 +169,16 @@ def _candidates(
 
 
 def plain(name: str) -> str:
-    """`userPrompt`, `user-prompt` and `User_Prompt` are one name."""
+    """Returns the same name for `userPrompt`, `user-prompt` and `User_Prompt`."""
     return (
         " ".join(re.split(r"[\W_]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name))).strip().lower()
     )
 
 
 def _best(name: str, known: Mapping[str, str]) -> tuple[float, str]:
-    """How alike a name is to the most similar of those known: letters that agree, or a known name
-    that stands whole among its words.
+    """Returns (score, name) of the known name that is most like `name`.
+
+    The score counts letters that agree, or a known name that is whole among its words.
     """
     from rapidfuzz import fuzz
 
@@ -236,7 +252,7 @@ _TALK = (
 )
 _TOOLS = Slot(name="tools", aliases=("functions", "available tools"), required=False)
 
-# In the order in which they are tried. Every slot's type is decided by `_fits`.
+# The kinds are tried in this order. `_fits` decides which types a slot may have.
 SLOTS: dict[str, tuple[Slot, ...]] = {
     "tokens": (Slot(name=INPUT_IDS, aliases=("tokens", "token ids", "ids")),),
     "preference": (
@@ -266,20 +282,23 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 }  # fmt: skip
 
 
-CONTENT = ("content", "text", "value")  # keys by which messages of a role say something
-# kinds of rows whose columns may hold messages of role and content, beside ShareGPT's
+CONTENT = ("content", "text", "value")  # keys under which messages of a role may have their text
+# the kinds, beside ShareGPT's, whose columns may hold messages of role and content
 _TALKS = ("messages", "preference", "unpaired", "prompt_completion", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A guess.
+    """A guess of what rows are.
 
-    choices: which column is what, and why. ties: what two columns could be. roles: who speaks,
-    in the order of the first rows.
-
-    tools: whether the first rows name or call tools. fields: the keys of messages that have other
-    names than OpenAI's, as the option message_fields has them.
+    Attributes:
+        name: The kind.
+        choices: Which column is what, and why.
+        ties: What two columns could be.
+        roles: Who speaks, in the order of the first rows.
+        tools: Whether the first rows name or call tools.
+        fields: The keys of messages that have other names than OpenAI's, as for the option
+            message_fields.
     """
 
     name: KindName
@@ -290,6 +309,7 @@ class Kind:
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def column(self, slot: str) -> str | None:
+        """Returns the column that is proposed for a slot, or None."""
         return next((choice.column for choice in self.choices if choice.slot == slot), None)
 
     def require_decided(self, at: str) -> None:
@@ -311,12 +331,16 @@ def guess_kind(
     kind: str | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Kind:
-    """What rows with this schema are.
+    """Guesses what rows with this schema are.
 
-    rows: some of the first, which tell who speaks, and what lists in JSON text hold.
+    Args:
+        schema: The schema.
+        rows: Some of the first rows, which tell who speaks, and what lists in JSON text hold.
+        kind: The kind, if the user has decided it.
+        columns: The columns of slots that the user has decided; the guess is of the rest.
 
-    kind, columns (slot -> column): what the user has decided; the guess is then of the rest. Raises
-    ConfigError for a kind, a slot or a column that is not there.
+    Raises:
+        ConfigError: A kind, a slot or a column does not exist.
     """
     names = [name for name in schema.names if name not in (ROW_NUMBER, SOURCE)]
     if kind is not None:
@@ -330,13 +354,13 @@ def guess_kind(
         }
         for name in kinds
     }
-    # a name that is merely alike says less than the exact one of another kind
+    # A name that is merely alike says less than the exact one of another kind.
     for fuzzy in (False, True):
         for name in kinds:
             found = match_columns(SLOTS[name], fitting[name], fuzzy=fuzzy, given=columns)
             if found is not None:
                 return _kind(name, found, rows)
-    # conversations are told by their type; text may be anything where there is more
+    # Conversations are known by their type; text may be anything where there are more columns.
     for name in ("messages", "sharegpt", "text"):
         sure = name != "text" or len(names) == 1 or kind == "text"
         if name in kinds and sure and len(only := fitting[name][SLOTS[name][0].name]) == 1:
@@ -346,7 +370,7 @@ def guess_kind(
 
 
 def _holding(columns: Mapping[str, str], kinds: list[str], names: list[str]) -> list[str]:
-    """The kinds that have all of these slots."""
+    """Returns the kinds that have all of these slots."""
     for slot, column in columns.items():
         require_known(column, names, f"columns.{slot}", f"no column {column!r}")
     held = [kind for kind in kinds if columns.keys() <= {slot.name for slot in SLOTS[kind]}]
@@ -361,6 +385,7 @@ def _holding(columns: Mapping[str, str], kinds: list[str], names: list[str]) -> 
 
 
 def _kind(name: str, found: Match, rows: Sequence[Row]) -> Kind:
+    """Returns the guess with what the first rows say of conversations."""
     choices, ties = found
     kind = Kind(name=cast(KindName, name), choices=choices, ties=ties)
     if name not in (*_TALKS, "sharegpt"):
@@ -383,7 +408,7 @@ def _kind(name: str, found: Match, rows: Sequence[Row]) -> Kind:
 
 
 def _fields(messages: Sequence[Mapping[str, Json]]) -> Mapping[str, str]:
-    """The keys that messages have for `content`, and their parts for `text`."""
+    """Returns the keys that messages have for `content`, and their parts for `text`."""
     keys = {key for message in messages for key in message}
     other = next((key for key in CONTENT[1:] if key in keys), None)
     found = {"content": other} if other is not None and "content" not in keys else {}
@@ -394,8 +419,8 @@ def _fields(messages: Sequence[Mapping[str, Json]]) -> Mapping[str, str]:
 
 
 def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
-    """Whether a column could be this by its type, or where that is text by what the first rows
-    hold.
+    """Whether a column could be this slot by its type, or, where that is text, by its first
+    rows.
     """
     t = pa.types
     text = is_text(field.type)
@@ -418,6 +443,7 @@ def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
 
 
 def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Row]) -> bool:
+    """Whether the messages of a column have these two keys."""
     if is_messages(field.type):
         inside = field.type.value_type
         return all(inside.get_field_index(key) >= 0 for key in keys)
@@ -426,7 +452,7 @@ def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Row]) -> bool:
 
 
 def _talks(rows: Sequence[Row], column: str) -> list[list[Json]]:
-    """The conversations of a column: lists as they are, or JSON of lists, where all of its text is
+    """Returns the conversations of a column: lists, or the parsed JSON where all of its text is
     that.
     """
     found = [value for row in rows if (value := row.get(column))]

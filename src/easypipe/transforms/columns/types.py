@@ -1,4 +1,4 @@
-"""Types of columns written as text, such as `string` and `list<struct<role: string>>`."""
+"""Parses types of columns written as text, such as `string` and `list<struct<role: string>>`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ _FIELD = re.compile(r"\s*(\w[\w ]*?)\s*:(.*)", re.DOTALL)
 def column_types(
     columns: Mapping[str, str | pa.DataType] | None, at: str
 ) -> dict[str, pa.DataType]:
-    """{name: type}, every type in the form in which columns are kept: large strings, large lists.
+    """Returns {name: type}, each type as columns are kept: large strings, large lists.
 
-    Raises ConfigError at the name.
+    Raises:
+        ConfigError: A text is no type; at the name of its column.
     """
     return {name: parse_type(kind, f"{at}.{name}") for name, kind in (columns or {}).items()}
 
 
 def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
-    """The Arrow type that text names. Raises ConfigError for what is no type."""
+    """Returns the Arrow type that a text names.
+
+    Raises:
+        ConfigError: It names none.
+    """
     if isinstance(kind, pa.DataType):
         return plain_type(kind)
     text = kind.strip() if isinstance(kind, str) else ""
@@ -55,7 +60,7 @@ def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
 
 
 def _parts(text: str) -> list[str]:
-    """What stands between the commas that are inside of no bracket."""
+    """Splits a text at the commas that are inside no bracket."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "<") - (letter == ">")

@@ -1,1 +1,1 @@
-"""Rows to prompts, by formats and templates."""
+"""Prompts: writes rows as texts by formats and templates, with what is trained of them."""

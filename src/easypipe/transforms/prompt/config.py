@@ -45,11 +45,12 @@ ROLES = {
     "tool": "tool",
 }
 
-SPEAKERS = ("assistant", "user", "system", "tool", "developer")  # of whom roles_to_train speaks
+# the roles that roles_to_train may name
+SPEAKERS = ("assistant", "user", "system", "tool", "developer")
 
 
 def check_thinking(options: Any) -> None:
-    """Raises ConfigError where options say something of empty thoughts that has no effect."""
+    """Raises ConfigError where train_empty_thinking has no effect."""
     require(
         options.train_empty_thinking is None or options.train_on != "all",
         "train_empty_thinking",
@@ -59,7 +60,7 @@ def check_thinking(options: Any) -> None:
 
 
 def check_message_fields(fields: Mapping[str, str] | None) -> None:
-    """Raises ConfigError for keys that no message has, and for one that is said twice."""
+    """Raises ConfigError for keys that messages do not have, and for one that is given twice."""
     for name, key in (fields or {}).items():
         at = f"message_fields.{name}"
         require(name in MESSAGE_FIELDS, at, "no key of messages", have=MESSAGE_FIELDS)
@@ -326,36 +327,37 @@ class PromptConfig:
 
     @property
     def inputs(self) -> Sequence[str]:
-        """input_columns, or those that the format has where none are given."""
+        """input_columns, or the format's own where none are given."""
         return self.input_columns or DEFAULT_COLUMNS[self.format_type][0]
 
     @property
     def label(self) -> str | None:
-        """label_column, or the one that the format has."""
+        """label_column, or the format's own."""
         return self.label_column or DEFAULT_COLUMNS[self.format_type][1]
 
     @property
     def answer(self) -> str | None:
-        """The column in whose place `rejected_column` stands in a row's second text."""
+        """The column that `rejected_column` replaces in a row's second text."""
         return self.label or (self.inputs[0] if self.format_type in (*TALKS, "text") else None)
 
     @property
     def shares_prompt(self) -> bool:
-        """Whether what both answers of a pair begin with is their prompt."""
+        """Whether the common beginning of both answers of a pair is their prompt."""
         whole = self.label is None and (self.format_type == "text" or self.train_on == "completion")
         return self.rejected_column is not None and whole
 
     @property
     def trains_behind_prompt(self) -> bool:
-        """Of messages, whether all that follows the prompt is trained, whoever says it."""
+        """Whether everything that follows the prompt of messages is trained, whoever says it."""
         answers = self.label is not None or self.shares_prompt
         chosen = self.train_on if self.roles_to_train is None else "assistant"
         return answers and chosen in (None, "completion")
 
     def source(self) -> tuple[str, str]:
-        """(text, origin) of a custom template.
+        """Returns (text, origin) of a custom template.
 
-        Raises ConfigError for a file that cannot be read.
+        Raises:
+            ConfigError: Its file cannot be read.
         """
         text = str(self.template)
         return (
@@ -366,9 +368,9 @@ class PromptConfig:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Those that every row has to have.
+        """The columns that every row must have.
 
-        Of a custom template without input_columns those that it names.
+        For a custom template without input_columns, they are those that it names.
         """
         named = self.inputs
         if self.format_type == "custom" and not named:

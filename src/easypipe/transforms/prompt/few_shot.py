@@ -1,4 +1,4 @@
-"""Solved examples in front of every row: the same for all rows, or some drawn for each row."""
+"""FewShot: solved examples before every row, the same for all rows or some drawn for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_BYTES = 256 << 20
 
 
 class FewShot:
-    """Examples for rows. Thread safe."""
+    """The examples of rows. Thread-safe."""
 
     def __init__(
         self,
@@ -37,13 +37,14 @@ class FewShot:
         """Reads and writes the examples.
 
         Args:
-            columns: Of which every example has all.
-            plain: Gives a row as it is compared.
-            write: Gives examples as they stand in front of rows.
+            config: The options.
+            columns: The columns that every example must have.
+            plain: Returns a row in the form in which rows are compared.
+            write: Returns examples in the form in which they are put before rows.
             fix: What helps where an example is refused.
 
         Raises:
-            ConfigError: An example is no sample or has not all columns, or there are too few.
+            ConfigError: An example is no sample or lacks columns, or there are too few.
             SourceError: The file holds other things than rows.
         """
         self.separator, self._count, self._seed = config.separator, config.count, config.seed
@@ -75,7 +76,7 @@ class FewShot:
         self._plain = plain
         pool = [plain(example) for example in pool]
         self._keys = [digest(example) for example in pool]
-        # what decides which examples a row has, but the row
+        # everything that decides which examples a row gets, except the row
         self.identity = [digest(self._keys), config.count, config.seed, config.separator]
         self._examples = write(pool)
         for i, one in enumerate(self._examples):
@@ -84,9 +85,9 @@ class FewShot:
                 raise ConfigError(at=f"few_shot, example {i}", problem=problem, fix=fix)
 
     def of(self, row: Row) -> list[Json]:
-        """The examples of a row as they were written, in their order.
+        """Returns the examples of a row as they were written, in their order.
 
-        Of drawn ones none is of a row that equals this one.
+        A drawn example is never of a row that equals this one.
         """
         if self._count is None:
             return list(self._examples)
@@ -102,6 +103,7 @@ class FewShot:
 
 
 def _read(path: str, columns: tuple[str, ...]) -> list[Row]:
+    """Returns the rows of a file of examples, with only these columns."""
     at = "few_shot.data_files"
     try:
         data = read_bytes(str(Path(os.path.expanduser(path))) if "://" not in path else path)

@@ -1,4 +1,4 @@
-"""Prompt templates that know `{column}` and nothing else; Jinja writes what needs more."""
+"""FieldTemplate: templates that know `{column}` and nothing else; Jinja does what needs more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _FIELD = re.compile(r"\{([^{}]*)\}")
 class Writer(Protocol):
     """Writes rows as texts.
 
-    columns: those that it reads. identity: JSON of what decides the texts beside rows.
+    Attributes:
+        columns: The columns that it reads.
+        identity: JSON of what decides the texts beside rows.
     """
 
     columns: tuple[str, ...]
@@ -30,9 +32,10 @@ class Writer(Protocol):
 
 
 def pieces_of(template: str, at: str = "template") -> list[str]:
-    """Text, column, text, column, ..., text.
+    """Splits a template into text, column, text, column, ..., text.
 
-    Raises ConfigError for a brace that belongs to no field.
+    Raises:
+        ConfigError: A brace belongs to no field.
     """
     pieces = _FIELD.split(template)
     for piece in pieces[::2]:
@@ -48,13 +51,17 @@ def pieces_of(template: str, at: str = "template") -> list[str]:
 
 
 class FieldTemplate:
-    """Rows written into a text.
+    """A writer of rows by a template with `{column}`s.
 
-    pieces: see `pieces_of`. inputs, label: the columns that it has to name; no inputs: those
-    that it names.
+    Args:
+        pieces: The template, see `pieces_of`.
+        inputs: The columns that it must name; empty: those that it names.
+        label: The column that is trained, if there is one.
+        everything: Whether all of the text is trained, not the label alone.
+        at: The key path of the template, for errors.
 
-    everything: train all of it, not the label alone. Raises ConfigError where it names other
-    columns, not all, or the label twice.
+    Raises:
+        ConfigError: The template names other columns, not all, or the label twice.
     """
 
     def __init__(
@@ -96,7 +103,7 @@ class FieldTemplate:
         self.identity: Identity = [list(pieces), label, everything]
 
     def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        """The rows as texts, trained from the label to the end.
+        """Writes rows as texts, trained from the label to the end.
 
         What follows the label there is how an answer ends.
         """
@@ -122,9 +129,9 @@ class FieldTemplate:
 
 
 class AlpacaTemplate:
-    """One template for rows with an input, one for those without (null or empty).
+    """A writer with one template for rows with an input, and one for those without (null or empty).
 
-    columns: instruction, input, output.
+    Its columns are instruction, input, output.
     """
 
     def __init__(self, without: FieldTemplate, with_input: FieldTemplate) -> None:
@@ -141,9 +148,9 @@ class AlpacaTemplate:
 
 
 def text_of(value: Json, name: str) -> str | Refused:
-    """A value as people would write it.
+    """Returns a value as people would write it.
 
-    Text stays as it is, numbers are digits, what has parts and truth are JSON.
+    Text stays as it is, numbers are digits, and objects, lists and booleans are JSON.
     """
     if isinstance(value, str):
         return value

@@ -1,4 +1,6 @@
-"""Documents of code turned about, so that a model learns to fill a gap in the middle."""
+"""FillInTheMiddle: reorders documents of code, so that models learn to fill gaps in the
+middle.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
-# What models in use call them: in front of the prefix, of the suffix, of the middle.
+# The names that models in use have for the tokens before the prefix, the suffix and the middle.
 KNOWN = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -26,21 +28,26 @@ KNOWN = (
 
 
 class FillInTheMiddle(ColumnTransform):
-    """A share of documents written as prefix, suffix and middle, for a column of text.
+    """A transform that writes a share of documents as prefix, suffix and middle.
 
     `FillInTheMiddle("my-tokenizer", rate=0.5)`
 
     PSM writes PRE prefix SUF suffix MID middle, SPM writes PRE SUF suffix MID prefix middle
     (Bavarian et al., Efficient Training of Language Models to Fill in the Middle, 2022, the second
-    variant of SPM). Cuts lie between any two characters; nothing is lost: see `restored`.
+    variant of SPM). Cuts may be between any two characters; nothing is lost: see `restored`. Empty
+    documents, and those that hold one of the tokens already, stay as they are.
 
-    tokenizer: whose special tokens are written. rate: the share of documents. spm_rate: the share
-    of those that are SPM. seed: with the
-        text itself, it decides which documents, and where they are cut. column: that holds the
-        text. tokens: the special tokens in front of prefix, suffix and middle, where the tokenizer
-        calls them otherwise than other models do.
-    Empty documents, and those that hold one of the tokens already, stay as they are. Raises
-    TokenizerError where the tokenizer lacks the tokens.
+    Args:
+        tokenizer: The tokenizer whose special tokens are written.
+        rate: The share of documents.
+        spm_rate: The share of those that are SPM.
+        seed: Decides, with the text itself, which documents are cut, and where.
+        column: The column of text.
+        tokens: The special tokens before prefix, suffix and middle, where the tokenizer has other
+            names for them than known models.
+
+    Raises:
+        TokenizerError: The tokenizer lacks the tokens.
     """
 
     def __init__(
@@ -118,10 +125,10 @@ class FillInTheMiddle(ColumnTransform):
         turned = [None if text is None else self.turned(text) for text in texts]
         return self.overlaid(rows, {self.column: pa.array(turned, pa.large_string())})
 
-    narrow = ColumnTransform.narrow  # by `reads`; named here for those who look at this class
+    narrow = ColumnTransform.narrow  # it uses `reads`; named here for readers of this class
 
     def turned(self, text: str) -> str:
-        """What becomes of one document."""
+        """Returns what one document becomes."""
         key = fold(self.seed, "fill in the middle", xxhash.xxh3_128_hexdigest(text.encode()))
         share = [child(key, i) / 2**64 for i in range(2)]
         if (
@@ -137,13 +144,13 @@ class FillInTheMiddle(ColumnTransform):
         return f"{self.prefix}{before}{self.suffix}{behind}{self.middle}{gap}"
 
     def restored(self, text: str) -> str:
-        """The document that `turned` made this of."""
+        """Returns the document that `turned` made this text of."""
         if not text.startswith(self.prefix) or self.suffix not in text or self.middle not in text:
             return text
         before, _, rest = text.removeprefix(self.prefix).partition(self.suffix)
         behind, _, gap = rest.partition(self.middle)
-        # Of SPM the prefix is empty here, and stands in front of the middle: before, then gap, then
-        # what is behind, either way.
+        # With SPM, `before` is empty here, and `gap` begins with the prefix: the order is right in
+        # both cases.
         return before + gap + behind
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """The formats of PromptConfig: each writes rows as texts, and says which characters are trained.
 
-Those in Jinja are written in the worker processes of chat templates, with their limits.
+Templates in Jinja run in the worker processes of chat templates, with their limits.
 """
 
 from __future__ import annotations
@@ -49,25 +49,30 @@ from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
-TOOLS = "tools"  # the column that holds them, where none is named
-KWARGS = "chat_template_kwargs"  # the column with what a row's template sees beside it
+TOOLS = "tools"  # the column of tools, where none is named
+# the column with what a row's template sees beside messages and tools
+KWARGS = "chat_template_kwargs"
 SYSTEM = "system"  # the column of system prompts that conversations and Alpaca rows may have
-# columns of true and false that say whether an answer is a good one: unpaired preferences
+# columns that say by true or false whether an answer is a good one: unpaired preferences
 VERDICTS = ("label", "kto_tag")
-SHARED = "easypipe shared"  # of a row of a pair: how much of its beginning both answers have
+SHARED = "easypipe shared"  # key of a row of a pair: how much of its beginning both answers share
 
 
-# Of every format: `columns` are those that every row has, `optional` those that are read where some
-# are there. `raw`: no template of a tokenizer writes the texts, so its special tokens surround
-# them. `kind`, `identity`: what decides texts and spans beside rows, for recipes of caches.
-# `accepts`: whether a column, which it reads, can be of a type. `render` raises
-# HostileTemplateError, whose `row` numbers one of its rows.
+# Every format has these attributes: `columns` are those that every row has, `optional` those that
+# are read where they exist. `raw` says that no template of a tokenizer writes the texts, so that
+# its special tokens surround them. `kind` and `identity` are what decides texts and spans beside
+# rows, for encoding keys. `accepts` says whether a column that it reads can have a type. `render`
+# raises HostileTemplateError, whose `row` numbers one of its rows.
 
 
 class ChatFormat:
-    """Messages through a chat template.
+    """The format of messages that a chat template writes.
 
-    refuse: strings that no message may hold: the template writes the special tokens.
+    Args:
+        config: The options.
+        template: The chat template.
+        refuse: Strings that no message may hold, since the template writes the special tokens.
+        trim: The lengths for which oldest turns are left out; None leaves none out.
     """
 
     kind, raw = "chat", False
@@ -79,7 +84,6 @@ class ChatFormat:
         refuse: Sequence[str],
         trim: Lengths | None = None,
     ) -> None:
-        """trim: what oldest turns are left out for; None: nothing is."""
         self.template = template
         self._trim = trim
         self._messages, self._answer = config.inputs[0], config.label
@@ -133,7 +137,7 @@ class ChatFormat:
     def accepts(self, kind: pa.DataType, column: str) -> bool:
         if column == KWARGS and (pa.types.is_struct(kind) or pa.types.is_map(kind)):
             return True
-        if column in self._answers and pa.types.is_struct(kind):  # one message
+        if column in self._answers and pa.types.is_struct(kind):  # a single message
             return True
         empty = is_list(kind) and pa.types.is_null(kind.field(0).type)  # [] in every row
         return empty or is_messages(kind) or is_text(kind) or pa.types.is_null(kind)
@@ -146,7 +150,9 @@ class ChatFormat:
         return trimmed(self.template, asked, answers, self._trim)
 
     def by_turns(self, rows: Sequence[Row]) -> list[list[Rendered | Refused]]:
-        """The samples of each row that `reasoning` "per_turn" asks for, within their length."""
+        """Returns the samples of each row, where `reasoning` is "per_turn", cut to their
+        length.
+        """
         found = by_turns(self.template, [self.request(row) for row in rows])
         every = list(itertools.chain.from_iterable(found))
         answers = [answer for _, answer in every]
@@ -162,13 +168,15 @@ class ChatFormat:
         tokenizer: Tokenizer,
         room: int,
     ) -> list[list[Rendered | Refused]]:
-        """What `render` made of rows, those of more than `room` tokens cut between their turns."""
+        """Returns what `render` made of rows, those of more than `room` tokens cut between
+        turns.
+        """
         return split_at_turns(
             self.template, found, lambda i: self.request(rows[i]), tokenizer, room
         )
 
     def _written(self, row: Row) -> WrittenTalk | None:
-        """Of a row of JSON that JSON, which workers read, unless what it says is needed here."""
+        """Returns a row's JSON for workers to read, unless its values are needed here."""
         talk, tools = row[self._messages], row.get(self._tools)
         alone = (
             self._few_shot is None
@@ -185,7 +193,7 @@ class ChatFormat:
         )
 
     def request(self, row: Row) -> Request | Refused:
-        """What the template is asked for by a row."""
+        """Returns what the template is asked to render for a row."""
         talk, tools = self._joined(row), value_of(row.get(self._tools), keep=())
         if isinstance(talk, Refused):
             return talk
@@ -214,7 +222,9 @@ class ChatFormat:
         return whole
 
     def shared(self, one: Json, other: Json) -> int:
-        """How many messages both conversations begin with; 0 where one is none."""
+        """Returns how many messages both conversations begin with; 0 where one is no
+        conversation.
+        """
         pair = self._talk(one), self._talk(other)
         return num_shared(*pair) if all(isinstance(talk, list) for talk in pair) else 0
 
@@ -222,13 +232,14 @@ class ChatFormat:
         return self._reader.translated(value_of(value, keep=self._keep))
 
     def _answered(self, value: Json) -> Json:
-        """The messages of an answer, which may be one alone."""
+        """Returns the messages of an answer, which may be a single one."""
         value = value_of(value, keep=self._keep)
         return self._reader.translated([value] if isinstance(value, dict) else value)
 
     def _joined(self, row: Row) -> Json:
-        """The messages of a row, with those that answer them where they stand in a column of their
-        own. Refused where one of the two holds none.
+        """Returns the messages of a row, with its answer where that is in a column of its own.
+
+        Refused where one of the two holds no messages.
         """
         talk = self._talk(row[self._messages])
         if self._answer is None:
@@ -240,8 +251,9 @@ class ChatFormat:
         return [*talk, *answer]
 
     def _example(self, talk: Json) -> list[Message] | Refused:
-        """The messages of an example, none of them trained; its system message stays away, as the
-        row has one.
+        """Returns the messages of an example, none of them trained.
+
+        Its system message is left out, since the row has one.
         """
         if isinstance(talk, Refused):
             return talk
@@ -252,7 +264,7 @@ class ChatFormat:
 
 
 def _kwargs_of(row: Row) -> Message | Refused:
-    """What the row says that its template sees."""
+    """Returns the template variables that the row itself gives."""
     found = value_of(row.get(KWARGS), keep=())
     if found is not None and not isinstance(found, dict):
         return Refused("bad_template_kwargs", f"column {KWARGS!r}: {found!r:.80} is no object")
@@ -263,7 +275,7 @@ def _kwargs_of(row: Row) -> Message | Refused:
 
 
 def _system_of(row: Row, column: str | None) -> str | Refused | None:
-    """The row's own system prompt; None where it has none."""
+    """Returns the row's own system prompt; None where it has none."""
     system = None if column is None else row.get(column)
     if system is not None and not isinstance(system, str):
         return Refused("not_a_string", f"column {column!r}: {system!r:.80} is no text")
@@ -271,9 +283,14 @@ def _system_of(row: Row, column: str | None) -> str | Refused | None:
 
 
 class TemplateFormat:
-    """Rows through one template of columns, with what stands in front of all of them.
+    """The format of rows that a template of columns writes, with what is put before all of them.
 
     The template has `{column}`s, or is in Jinja2.
+
+    Args:
+        config: The options.
+        names: Special tokens that Jinja templates may print.
+        lengths: The lengths whose budgets columns are cut to; None cuts none.
     """
 
     raw = True
@@ -281,7 +298,6 @@ class TemplateFormat:
     def __init__(
         self, config: PromptConfig, names: Mapping[str, str], lengths: Lengths | None = None
     ) -> None:
-        """lengths: whose budgets columns are cut to; None: none are."""
         self._lengths = lengths
         pairs = config.format_type in ("prompt_completion", "text")
         self.kind = "pairs" if pairs else "prompt"
@@ -342,8 +358,9 @@ class TemplateFormat:
         return made
 
     def shared(self, one: Json, other: Json) -> int:
-        """How many characters both texts begin with, but for a space that ends them: tokens begin
-        with it.
+        """Returns how many characters both texts begin with.
+
+        A space at the end does not count, since tokens begin with it.
         """
         if not isinstance(one, str) or not isinstance(other, str):
             return 0
@@ -359,7 +376,9 @@ class TemplateFormat:
         ]
 
     def _within(self, row: Row) -> tuple[Row, int]:
-        """The row with its columns cut to their budgets, and how many tokens they lost."""
+        """Returns the row with its columns cut to their budgets, and how many tokens they
+        lost.
+        """
         if self._lengths is None:
             return row, 0
         changed, lost = dict(row), 0
@@ -370,10 +389,10 @@ class TemplateFormat:
         return changed, lost
 
     def _behind(self, one: Rendered, row: Row, system: str | None) -> Rendered:
-        """The text with what stands in front; of examples nothing is trained, of the system prompt
-        what `all` asks for.
+        """Returns the text with the system prompt and examples before it.
 
-        The BOS that a template writes in front of each of them stands once, in front of all.
+        Nothing of the examples is trained, and of the system prompt what train_on `all` asks for.
+        The BOS that a template writes before each of them is kept once, before all.
         """
         front = self._front if system is None else f"{system}\n\n"
         if self._few_shot is not None:
@@ -388,7 +407,7 @@ class TemplateFormat:
 
 
 class TextFormat:
-    """One column of text as it is. Every token is trained."""
+    """The format of one column of text, taken as it is; every token is trained."""
 
     kind, raw, optional = "text", True, ()
     identity: Identity = ()  # it decides nothing
@@ -414,9 +433,11 @@ class TextFormat:
 
 
 def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool) -> Writer:
-    """names: special tokens, as Jinja templates may print them."""
+    """Returns the writer of a config; `names` are special tokens that Jinja templates may
+    print.
+    """
     inputs, label = config.inputs, config.label
-    if config.format_type == "text":  # of a pair, which has its prompt in front of both answers
+    if config.format_type == "text":  # of a pair, both of whose answers begin with the prompt
         return FieldTemplate(["", inputs[0], ""], (), inputs[0], everything=False)
     if config.format_type == "prompt_completion":
         return FieldTemplate(
@@ -452,12 +473,20 @@ def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool)
 
 
 class JinjaTemplate:
-    """Columns of a row, written by a Jinja template that sees them as variables.
+    """A writer of rows by a Jinja template that sees their columns as variables.
 
     The config's label is the column that is trained, found where the template prints it, and
-    proven; without one `{% generation %}` markers say what is, or all is. names: as of a
-    ChatTemplate. everything: train all of it. origin: for errors. Raises HostileTemplateError when
-    it writes, for what goes beyond the limits.
+    proven. Without a label, `{% generation %}` markers say what is trained, or else everything is.
+
+    Args:
+        source: The template.
+        config: The options.
+        names: As in ChatTemplate.
+        everything: Whether all of the text is trained.
+        origin: Where the template is from, for errors.
+
+    Raises:
+        HostileTemplateError: The template goes beyond its limits, when it writes.
     """
 
     def __init__(
@@ -486,7 +515,7 @@ class JinjaTemplate:
         return answers_of(self._spec, [self._request(row) for row in rows], self._origin)
 
     def _request(self, row: Row) -> Row | Refused:
-        """What the template sees of a row; the label as text."""
+        """Returns what the template sees of a row; the label as text."""
         fields = {name: row[name] for name in self.columns}
         if self._label is not None:
             said = fields[self._label] = text_of(row[self._label], self._label)

@@ -1,9 +1,7 @@
 """The built-in chat templates by name, and the text of Alpaca's prompts.
 
-Each marks what the assistant says, so spans need no proof.
-
-A stop that a tokenizer has no token for is text like any other; what ends turns is always written,
-and always trained.
+Each template marks what the assistant says, so that spans need no proof. A stop that a tokenizer
+has no token for is text like any other; what ends turns is always written, and always trained.
 """
 
 from __future__ import annotations
@@ -94,8 +92,9 @@ _TURNS = (
 
 
 def _turns(system: str, user: str, assistant: str, *, after: str) -> str:
-    """A template of three headers; `after`, a Jinja expression, follows every turn but the
-    assistant's, which EOS ends.
+    """Returns a template of three headers.
+
+    `after`, a Jinja expression, follows every turn but the assistant's, which EOS ends.
     """
     values = {
         "SYSTEM": repr(system),
@@ -113,8 +112,8 @@ CHAT_TEMPLATES = {
     "alpaca": _turns("", "### Instruction:\n", "### Response:\n", after="'\\n\\n'"),
 }
 
-# The two prompts of the Alpaca data set (github.com/tatsu-lab/stanford_alpaca), which models were
-# tuned on word by word.
+# The two prompts of the Alpaca data set (github.com/tatsu-lab/stanford_alpaca), on whose exact
+# words models were tuned.
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n"
