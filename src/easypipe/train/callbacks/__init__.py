@@ -1,1 +1,1 @@
-"""The callbacks that a run can be given by name, and their options."""
+"""The callbacks that a run can have by name, and their options."""

@@ -1,4 +1,4 @@
-"""Which callbacks a run has, by name, and the options of each. No jax here."""
+"""Which callbacks a run has, by name, and the options of each. This file imports no jax."""
 
 from __future__ import annotations
 

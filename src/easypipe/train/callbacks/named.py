@@ -1,4 +1,6 @@
-"""Callbacks that a config names: early stopping, best checkpoints, trackers, heartbeat, profile."""
+"""Callbacks that a config names: early stopping, best checkpoints, TensorBoard, profile, samples,
+...
+"""
 
 from __future__ import annotations
 
@@ -45,22 +47,25 @@ if TYPE_CHECKING:
     from easypipe.train.model.pretrained.save import Seen  # loads jax
     from easypipe.train.model.writing import Writer
 
-# of each line of metrics.jsonl, and the same in all processes of a run
+# Numbers of each line of metrics.jsonl that are the same in all processes of a run.
 TRAINING = ("loss", "grad_norm", "param_norm")
-HELD_OUT = ("loss",)  # of each held-out loader
-NLL = ("nll", "ppl")  # of each step and evaluation where the loss tells them
+HELD_OUT = ("loss",)  # numbers of each held-out loader
+NLL = ("nll", "ppl")  # of each step and evaluation if the loss reports them
 
 
 @dataclass(frozen=True)
 class Known:
-    """What a run will measure.
+    """The metrics that a run will measure.
 
-    told: what its loss tells of each step beside TRAINING. evals: of each held-out loader, by name,
-    what it tells beside HELD_OUT. eval_every: steps between evaluations; None: only the last
-    step's.
-
-    asked: False for a loss from Python that was not asked yet which names it tells, so that every
-    name may be one.
+    Attributes:
+        evals: For each held-out loader, by name, what the loss reports beside HELD_OUT.
+        eval_every: Steps between evaluations; None: only after the last step.
+        steps: The number of steps of the run.
+        told: What the loss reports of each step beside TRAINING.
+        asked: Whether these names are certain. False for a loss from Python that was not traced
+            yet, for which every name may be one.
+        tokenizer: The name or path of the tokenizer of the data, if it is known.
+        seen: Returns what the run saw of its data so far.
     """
 
     evals: Mapping[str, Sequence[str]]
@@ -68,22 +73,28 @@ class Known:
     steps: int
     told: Sequence[str] = NLL
     asked: bool = True
-    tokenizer: str | None = None  # of its data
-    seen: Callable[[], Seen] | None = None  # what its data was, so far
+    tokenizer: str | None = None
+    seen: Callable[[], Seen] | None = None
 
     def of(self, metric: str) -> str | None:
-        """The held-out loader that a metric is of; None: of the training steps."""
+        """Returns the held-out loader that a metric belongs to; None for a metric of the training
+        steps.
+        """
         return next((name for name in self.evals if metric.startswith(f"eval.{name}.")), None)
 
     def check(self, config: CallbacksConfig) -> None:
-        """Raises ConfigError for a metric that will not be there, or only when all is over."""
+        """Checks the metrics that callbacks watch.
+
+        Raises:
+            ConfigError: A metric will not be measured, or only after the last step.
+        """
         if config.early_stopping is not None:
             self._check(f"{_AT}.early_stopping.metric", config.early_stopping.metric, training=True)
         if config.best is not None:
             self._check(f"{_AT}.best.metric", config.best.metric, training=False)
 
     def _check(self, at: str, metric: str, *, training: bool) -> None:
-        """training: False takes held-out metrics only."""
+        """Checks one metric; `training` tells whether metrics of the training steps are allowed."""
         of, known = self.of(metric), [*TRAINING, *self.told] if training else []
         known += [
             f"eval.{name}.{key}" for name, told in self.evals.items() for key in (*HELD_OUT, *told)
@@ -104,11 +115,17 @@ class Known:
 
 
 def value_of(record: Json, metric: str, at: str) -> float | None:
-    """The value of `metric` in a line of metrics.jsonl; None where it is not finite, or of an
-    evaluation that the line does not have.
+    """Returns the value of `metric` in a line of metrics.jsonl.
 
-    Raises ConfigError where the line has what would hold it, and no such name. at: where the metric
-    was named.
+    It is None if it is not finite, or belongs to an evaluation that the line does not have.
+
+    Args:
+        record: The line.
+        metric: The name of the metric.
+        at: The key path where the metric was named.
+
+    Raises:
+        ConfigError: The line has the numbers of that loader or step, but not this name.
     """
     group: Json = record
     under = ""
@@ -127,15 +144,15 @@ def value_of(record: Json, metric: str, at: str) -> float | None:
 
 
 def better(value: float, than: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
-    """Whether `value` beats `than` by more than min_delta; anything beats None."""
+    """Returns whether `value` beats `than` by more than min_delta; any value beats None."""
     return than is None or (than - value if mode == "min" else value - than) > min_delta
 
 
 class EarlyStopping(Callback):
-    """Keeps its best value and its count with every checkpoint: a run that was killed stops where
-    one that was not does.
+    """Stops the run when a metric no longer improves.
 
-    A run that goes on behind its end has as much patience as at the beginning.
+    It keeps its best value and its count with every checkpoint, so that a run that was killed stops
+    where one that was not does. A run that continues after its end has its full patience again.
     """
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
@@ -171,15 +188,24 @@ logger = logging.getLogger("easypipe")
 
 
 class BestCheckpoints(Callback):
-    """Of equal values the earlier one is better."""
+    """Keeps the checkpoints with the best value of a metric. Of equal values the earlier is better.
+
+    Args:
+        config: The options.
+        folder: The run's output folder.
+        write: Whether this process writes best.json; True in one process of a run.
+
+    Attributes:
+        config: The options.
+        ranking: (step, value) of the best steps, the best first.
+    """
 
     def __init__(self, config: BestConfig, folder: Path, *, write: bool = True) -> None:
-        """folder: the run's output folder. write: False in all processes of a run but one."""
         self.config, self._folder, self._write = config, folder, write
-        self.ranking: list[tuple[int, float]] = []  # (step, value), the best first
-        # all that were ever among them, while their checkpoints are there or to come
+        self.ranking: list[tuple[int, float]] = []
+        # All that were ever among the best, while their checkpoints exist or are being written.
         self._ranked: list[tuple[int, float]] = []
-        self._listed: list[tuple[int, float]] = []  # in best.json
+        self._listed: list[tuple[int, float]] = []  # what best.json holds
 
     def on_init(self, event: TrainEvent) -> None:
         there = [one for one in self.ranking if self._is_whole(one)]
@@ -190,7 +216,7 @@ class BestCheckpoints(Callback):
         self.ranking, self._ranked = there, list(there)
         event.control.kept.update(step for step, _ in there)
         if self._write:
-            # of steps that are behind the one from which it goes on
+            # It may list steps after the one from which the run continues.
             (self._folder / BEST).unlink(missing_ok=True)
         self._list()
 
@@ -206,11 +232,11 @@ class BestCheckpoints(Callback):
         del self.ranking[self.config.keep :]
 
     def on_dispatch(self, event: TrainEvent) -> None:
-        # a save is whole some steps after it began
+        # A save is complete some steps after it began.
         if self._write and self._ranked and self._listed != self.ranking:
             self._list()
 
-    # the save before this one is whole by now, and another deleted for it
+    # By now the save before this one is complete, and an older one was deleted for it.
     def on_save(self, event: TrainEvent) -> None:
         self._list()
 
@@ -218,7 +244,7 @@ class BestCheckpoints(Callback):
         self._list()
 
     def _list(self) -> None:
-        """Writes down the best that are there, for whoever reads the list while the run goes on, or
+        """Writes best.json with the best checkpoints that exist, for readers during the run or
         after a kill.
         """
         there = [one for one in self._ranked if self._is_whole(one)]
@@ -234,11 +260,12 @@ class BestCheckpoints(Callback):
             write_kept(self._folder / BEST, lines)
 
     def _place(self, value: float, ranking: list[tuple[int, float]]) -> int:
+        """Returns the place of a value in a ranking; the best is 0."""
         worse = (i for i, one in enumerate(ranking) if better(value, one[1], self.config.mode))
         return next(worse, len(ranking))
 
     def _is_whole(self, one: tuple[int, float]) -> bool:
-        """A checkpoint gets its name when it is."""
+        """Returns whether a step has a checkpoint, which gets its name when it is complete."""
         return (self._folder / "checkpoints" / str(one[0])).is_dir()
 
     def state(self) -> Json:
@@ -249,10 +276,15 @@ class BestCheckpoints(Callback):
 
 
 class TensorBoard(Callback):
-    """A run that goes on from step n hides what an earlier process wrote of later steps."""
+    """Writes the numbers of each logged step as TensorBoard scalars.
+
+    A run that continues from step n hides what an earlier process wrote of later steps.
+
+    Raises:
+        ConfigError: The package tensorboardX is not installed.
+    """
 
     def __init__(self, config: TensorBoardConfig, folder: Path) -> None:
-        """Raises ConfigError where the package tensorboardX is not installed."""
         self.folder = (
             folder / "tensorboard"
             if config.folder is None
@@ -263,7 +295,7 @@ class TensorBoard(Callback):
 
     def on_init(self, event: TrainEvent) -> None:
         hidden_from = event.step + 1 if event.step else None
-        # its files are named by the second: a run that goes on at once would write over itself
+        # Its files are named by the second: a run that is resumed at once would overwrite its own.
         suffix = f".{event.step}.{os.getpid()}"
         self._writer: Any = self._make(
             str(self.folder),
@@ -289,7 +321,10 @@ class TensorBoard(Callback):
 
 
 class ProfilerWindow(Callback):
-    """The window ends two dispatches after its last step, when that step is known to be through."""
+    """Traces the configured steps with JAX's profiler.
+
+    The window ends two dispatches after its last step, when that step is known to be finished.
+    """
 
     def __init__(self, config: ProfileConfig, folder: Path) -> None:
         self.folder = folder / "profile"
@@ -321,9 +356,10 @@ class ProfilerWindow(Callback):
 
 
 class Heartbeat(Callback):
-    """The file is whole at any moment: written beside, and renamed.
+    """Writes a file that shows that the run is alive.
 
-    It is not synced: after a crash of the machine it may be old.
+    The file is complete at any moment, because a new one is written beside it and renamed. It is
+    not synced: after a crash of the machine it may be old.
     """
 
     def __init__(
@@ -361,12 +397,15 @@ class Heartbeat(Callback):
 
 
 class LmEval(Callback):
-    """Its lines are those of lm-eval's results, with the step of the checkpoint."""
+    """Evaluates the model on tasks of lm-eval at every checkpoint.
+
+    Its lines are the results of lm-eval, with the step of the checkpoint.
+
+    Raises:
+        ConfigError: lm-eval is not installed, or the run has several processes.
+    """
 
     def __init__(self, config: LmEvalConfig, folder: Path, known: Known) -> None:
-        """Raises ConfigError where lm-eval is not installed, or several processes would have to
-        ask together.
-        """
         from easypipe.train.model.harness import check_needed
 
         check_needed()
@@ -393,12 +432,16 @@ class LmEval(Callback):
 
 
 class Samples(Callback):
-    """Its lines have the step and, of each text, what it begins with and what the model wrote."""
+    """Writes texts by the model every few steps.
+
+    Its lines have the step and, for each text, its prompt and what the model wrote.
+
+    Raises:
+        ConfigError: The data names no tokenizer, or the run has several processes.
+        SourceError: The file holds no conversations.
+    """
 
     def __init__(self, config: SamplesConfig, folder: Path, known: Known) -> None:
-        """Raises ConfigError where the data names no tokenizer, or several processes would have to
-        write together; SourceError for a file that holds no conversations.
-        """
         at = f"{_AT}.samples"
         _check_alone(at, "writes with", "generate")
         require(known.tokenizer, at, *_NO_TOKENIZER)
@@ -426,7 +469,7 @@ class Samples(Callback):
         self._writer = Writer(Loaded(model, known.tokenizer or "", known.seen()), options)
         talks = self._conversations
         self._prompts = [*config.prompts, *(self._writer.opened(talks) if talks else ())]
-        self._writer.decoder = None  # its arrays are consumed by the first step
+        self._writer.decoder = None  # the first step consumes its arrays
         self._lines = MetricsFile(self._path, after_step=event.step)
 
     def on_dispatch(self, event: TrainEvent) -> None:
@@ -452,7 +495,16 @@ _NO_TOKENIZER = "the run's data names no tokenizer", "Name the one that made its
 
 
 def _check_alone(at: str, uses: str, command: str) -> None:
-    """Raises ConfigError where a run has several processes."""
+    """Checks that the run has one process.
+
+    Args:
+        at: The key path of the callback.
+        uses: What it does with the model, for the message.
+        command: The command to run instead.
+
+    Raises:
+        ConfigError: The run has several processes.
+    """
     import jax
 
     fix = f"Leave it out, and run `easypipe {command}` on the run's folder."
@@ -460,7 +512,11 @@ def _check_alone(at: str, uses: str, command: str) -> None:
 
 
 def _decoder_of(event: TrainEvent, at: str, use: str) -> Decoder:
-    """The model of an event. Raises ConfigError for another than a Decoder."""
+    """Returns the model of an event.
+
+    Raises:
+        ConfigError: It is not a Decoder.
+    """
     from easypipe.train.model.decoder import Decoder
 
     model = None if event.model is None else event.model()
@@ -471,7 +527,11 @@ def _decoder_of(event: TrainEvent, at: str, use: str) -> Decoder:
 
 
 def checked_callbacks(given: object) -> tuple[StatefulListener, ...]:
-    """Raises ConfigError for what are no callbacks."""
+    """Returns the callbacks that the user gave, as a tuple.
+
+    Raises:
+        ConfigError: One is no callback, or has a method on_... that is called at no event.
+    """
     several: Iterable[object] = (given,)
     if isinstance(given, Iterable) and not isinstance(given, StatefulListener | str):
         several = given
@@ -501,11 +561,21 @@ def make_callbacks(
     run_config: Json,
     process: int,
 ) -> dict[str, Callback]:
-    """Name -> callback, for this process of the run: those that only write are made in the first
-    one.
+    """Makes the named callbacks of this process; those that only write are made in the first
+    process.
 
-    Raises ConfigError for a metric that the run will not measure, a window after its end, and a
-    package that is not installed. Touches no file.
+    It touches no file.
+
+    Args:
+        config: Which callbacks, and their options.
+        folder: The run's output folder.
+        known: The metrics that the run will measure.
+        run_config: The resolved configuration of the run, for trackers.
+        process: The number of this process.
+
+    Raises:
+        ConfigError: The run will not measure a metric, the profile starts after its end, or a
+            package is not installed.
     """
     known.check(config)
     if config.profile is not None and config.profile.start > known.steps:

@@ -1,4 +1,4 @@
-"""Runs in services that keep the numbers of many: Weights & Biases, trackio, MLflow."""
+"""Callbacks that send a run's numbers to tracking services: Weights & Biases, trackio, MLflow."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ Config = TypeVar("Config", WandbConfig, TrackioConfig, MlflowConfig)
 
 
 def installed(name: str, package: str) -> ModuleType:
-    """Raises ConfigError where the package of a callback is not installed."""
+    """Imports the package of a callback.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
     at, fix = f"train.callbacks.{name}", f"pip install 'easypipe[{name}]'"
     with raising(ConfigError, at, f"needs the package {package}", fix, ImportError):
         return importlib.import_module(package)
 
 
 def flat(record: Json, under: str = "") -> dict[str, float]:
-    """Every number of a record, by dotted name; what is None is left out."""
+    """Returns every number of a record, by dotted name; None values are left out."""
     found: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):
@@ -37,23 +41,35 @@ def flat(record: Json, under: str = "") -> dict[str, float]:
 
 
 class Tracker(Callback, Generic[Config]):
-    """A run that goes on from a checkpoint goes on in the same run of the service. Lines written
-    twice do no harm: their steps tell.
+    """The base of callbacks that send numbers to a service.
+
+    A run that is resumed from a checkpoint continues the same run of the service. Lines that are
+    sent twice do no harm, because they carry their step.
+
+    Attributes:
+        name: The name of the service, of its package and of its config key.
+        id: The id of the run in the service.
     """
 
-    name: ClassVar[str]  # of the service, and of its package
-    id: str | None = None  # of the run in the service
-    _run: Any = None  # None: it has not begun, or has ended
+    name: ClassVar[str]
+    id: str | None = None
+    _run: Any = None  # None before it begins and after it ends
 
     def __init__(self, config: Config, folder: Path, run_config: Json) -> None:
-        """Raises ConfigError where the package is not installed."""
+        """Imports the service's package.
+
+        Raises:
+            ConfigError: It is not installed.
+        """
         self._service = installed(self.name, self.name)
         self.config, self._folder, self._run_config = config, folder, dict(run_config)
 
     def send(self, step: int, values: dict[str, float]) -> None:
+        """Sends the numbers of a step."""
         raise NotImplementedError
 
     def finish(self, *, failed: bool) -> None:
+        """Ends the run of the service."""
         raise NotImplementedError
 
     def on_step(self, event: TrainEvent) -> None:
@@ -80,6 +96,8 @@ class Tracker(Callback, Generic[Config]):
 
 
 class Wandb(Tracker[WandbConfig]):
+    """Sends the numbers to Weights & Biases."""
+
     name = "wandb"
 
     def on_init(self, event: TrainEvent) -> None:
@@ -113,7 +131,7 @@ class Wandb(Tracker[WandbConfig]):
 
 
 class Trackio(Tracker[TrackioConfig]):
-    """Its runs are told apart by their names."""
+    """Sends the numbers to trackio, whose runs are identified by their names."""
 
     name = "trackio"
 
@@ -135,12 +153,14 @@ class Trackio(Tracker[TrackioConfig]):
 
 
 class Mlflow(Tracker[MlflowConfig]):
+    """Sends the numbers to MLflow."""
+
     name = "mlflow"
 
     def on_init(self, event: TrainEvent) -> None:
         at = "train.callbacks.mlflow"
         where = self.config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        files = None  # where the service keeps them
+        files = None  # where MLflow keeps files
         if where is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             where = f"sqlite:///{self._folder.absolute()}/mlflow.db"

@@ -1,1 +1,1 @@
-"""What a run measures, writes, and draws."""
+"""What a run measures and writes: metrics.jsonl, rates, device tables, memory."""

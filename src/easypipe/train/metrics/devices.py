@@ -1,6 +1,6 @@
-"""The table of devices and their rates; what a run holds on one, and what helps where it is short.
+"""The table of devices and their peak rates; the memory of a run on a device, and advice if short.
 
-Model FLOPs utilisation is a share of these rates, and a plan reckons with them.
+Model FLOPs utilisation is a share of these rates, and a plan calculates with them.
 
 TPUs: cloud.google.com/tpu/docs, the page of each generation ("Key chip specifications"). A TPU7x
 chip has two jax devices; the table has one. NVIDIA: the data sheets of A100 80GB SXM, H100 SXM and
@@ -26,10 +26,14 @@ from easypipe.train.state import ModelLayout, abstract_state
 
 
 class Device(NamedTuple):
-    """flops: dense bfloat16 a second.
+    """A row of the device table.
 
-    memory: bytes of HBM, as the device tells them. memory_rate: bytes of it a second. link_rate:
-    bytes a second that it can send to its neighbours (ICI, NVLink), over all of its links together.
+    Attributes:
+        flops: Dense bfloat16 FLOPs a second.
+        memory: Bytes of HBM, as the device reports them.
+        memory_rate: Bytes of HBM read or written a second.
+        link_rate: Bytes a second that it can send to its neighbours (ICI, NVLink), over all of its
+            links together.
     """
 
     flops: float
@@ -40,7 +44,7 @@ class Device(NamedTuple):
 
 _GIB = 2.0**30
 
-# By the beginning of jax's device_kind; the longest that fits counts.
+# By prefix of jax's device_kind; the longest that fits counts.
 _DEVICES = {
     "TPU v4": Device(275e12, 32 * _GIB, 1228e9, 300e9),
     "TPU v5 lite": Device(197e12, 16 * _GIB, 819e9, 200e9),  # v5e
@@ -57,13 +61,13 @@ _DEVICES = {
 
 
 def known_device(kind: str) -> Device | None:
-    """The row of the table for jax's `device_kind`; None where it has none, as for every CPU."""
+    """Returns the table's row for jax's `device_kind`; None if it has none, as for every CPU."""
     fitting = [known for known in _DEVICES if kind.startswith(known)]
     return _DEVICES[max(fitting, key=len)] if fitting else None
 
 
 def peak_flops(device: Any) -> float | None:
-    """Dense bfloat16 FLOP/s of a jax device; None where the table does not know it."""
+    """Returns the dense bfloat16 FLOP/s of a jax device; None if the table does not have it."""
     known = known_device(device.device_kind)
     return None if known is None else known.flops
 
@@ -77,11 +81,16 @@ def out_of_memory(
     model: ModelConfig | None,
     batch_size: int,
 ) -> TrainError | None:
-    """The error to raise in place of `error` where a device ran out of memory; None for any other
-    error.
+    """Returns the error to raise in place of `error` if a device ran out of memory; else None.
 
-    step: the newest that was handed out, or is compiled. model: None for a module that is no
-    Decoder.
+    Args:
+        error: The error of the run.
+        step: The newest step that was dispatched, or is being compiled.
+        layout: The layout of the model.
+        optimizer: The optimizer.
+        config: The options of the run.
+        model: The config of the model; None for a module that is no Decoder.
+        batch_size: Rows of a step.
     """
     text = str(error)
     if not (
@@ -126,10 +135,15 @@ def advice(
     attention: str | None = None,
     much_state: bool = True,
 ) -> tuple[str, ...]:
-    """What helps where a step does not fit, what costs least first.
+    """Returns changes that help if a step does not fit, the cheapest first.
 
-    batch_size: rows of a step. attention: the backend that runs, where it is known. much_state:
-    whether a smaller state would help.
+    Args:
+        model: The config of the model; None for a module that is no Decoder.
+        train: The options of the run.
+        mesh: The mesh.
+        batch_size: Rows of a step.
+        attention: The attention backend that runs, if it is known.
+        much_state: Whether a smaller state would help.
     """
     said = []
     rows = batch_size / (mesh.shape["data"] * mesh.shape["fsdp"]) / train.accumulate_steps
@@ -164,8 +178,11 @@ def advice(
 
 
 def on_device(tree: Any, itemsize: int | None = None) -> int:
-    """Bytes of arrays, or of abstract ones, on the one device that holds most of them; itemsize: of
-    a number, in place of each dtype's.
+    """Returns the bytes of arrays, or of abstract ones, on the device that holds most of them.
+
+    Args:
+        tree: The arrays.
+        itemsize: Bytes of a number, in place of those of each dtype.
     """
     leaves = jax.tree.leaves(tree)
     return sum(

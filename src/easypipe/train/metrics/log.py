@@ -1,4 +1,4 @@
-"""metrics.jsonl, written and read: one JSON object for each logged step, in step order.
+"""Writes and reads metrics.jsonl: one JSON object for each logged step, in step order.
 
 Law: the values of `loss`, `nll`, `grad_norm` and `learning_rate` are float32s written so that they
 read back bit for bit, and a run that was killed and resumed leaves the same ones as a run that was
@@ -23,7 +23,7 @@ from easypipe.core.storage import commit_bytes
 from easypipe.core.values import Json
 
 Record = dict[str, Any]
-# in train.output_dir, each a MetricsFile
+# Files in train.output_dir, each a MetricsFile.
 METRICS = "metrics.jsonl"
 ROLLBACKS = "rollbacks.jsonl"
 SAMPLES = "samples.jsonl"
@@ -32,22 +32,29 @@ logger = logging.getLogger("easypipe")
 
 
 class MetricsFile(Closeable):
-    """Appends records; opening it cuts what stands there to the step that the run goes on from."""
+    """A file of records, one JSON object a line, to which a run appends.
+
+    Opening it drops the lines after the step from which the run continues.
+
+    Args:
+        path: The file.
+        after_step: The step from which the run continues.
+        write: Whether this process writes; True in one process of a run.
+        digest: The `digest()` at the time when that step was saved, if it is known. If the lines
+            differ, a warning is logged and they are kept.
+
+    Attributes:
+        path: The file.
+        first: The first record; None if there is none.
+        last: The last record; None if there is none.
+
+    Raises:
+        StorageError: The file is not one of metrics, or cannot be written.
+    """
 
     def __init__(
         self, path: Path, *, after_step: int, write: bool = True, digest: str | None = None
     ) -> None:
-        """Keeps the lines up to and including `after_step`.
-
-        Args:
-            path: The file.
-            after_step: The step that the run goes on from.
-            write: False in all processes of a run but one.
-            digest: `digest()` of when that step was saved, where it is known: other lines are
-                warned of, and kept.
-
-        Raises StorageError where the file is not one of metrics, or cannot be written.
-        """
         self.path = path
         kept = (
             [record for record in read_metrics(path) if record["step"] <= after_step]
@@ -75,8 +82,8 @@ class MetricsFile(Closeable):
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
 
     def append(self, record: Record) -> None:
-        """One line, handed to the operating system at once, so that it survives the death of this
-        process.
+        """Appends one line and flushes it to the operating system, so that it survives a kill of
+        this process.
         """
         self.last = record
         self.first = self.first or record
@@ -90,11 +97,11 @@ class MetricsFile(Closeable):
         self._lines.update(line.encode())
 
     def digest(self) -> str | None:
-        """Of all lines; None where this process does not write them."""
+        """Returns the digest of all lines; None if this process does not write them."""
         return None if self._file is None else self._lines.hexdigest()
 
     def sync(self) -> None:
-        """Returns once the lines are on the disk: before a checkpoint that counts on them is
+        """Returns once the lines are on the disk, before a checkpoint that counts on them is
         committed.
         """
         if self._file is not None:
@@ -106,16 +113,17 @@ class MetricsFile(Closeable):
 
 
 def read_metrics(path: str | Path) -> list[Record]:
-    """All that `each_record` gives."""
+    """Returns the list of records that `each_record` yields."""
     return list(each_record(path))
 
 
 def each_record(path: str | Path) -> Iterator[Record]:
-    """The records of a metrics.jsonl, one after the other.
+    """Yields the records of a metrics.jsonl.
 
-    A last line that a killed process left half written is not one.
+    A last line that a killed process left incomplete is skipped.
 
-    Raises StorageError naming the line that is no record.
+    Raises:
+        StorageError: A line is not a record; the message names it.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -127,7 +135,7 @@ def each_record(path: str | Path) -> Iterator[Record]:
                 record = None
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record
-            elif line.endswith(b"\n"):  # as every finished line does
+            elif line.endswith(b"\n"):  # a finished line
                 raise StorageError(
                     at=f"{path}, line {number}",
                     problem="not a metrics record",
@@ -136,7 +144,7 @@ def each_record(path: str | Path) -> Iterator[Record]:
 
 
 def perplexity(nll: float) -> float | None:
-    """exp(nll); None beyond what a float holds."""
+    """Returns exp(nll); None if a float cannot hold it."""
     return math.exp(nll) if nll < 700 else None
 
 

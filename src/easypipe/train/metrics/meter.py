@@ -1,4 +1,6 @@
-"""Reads what steps measured, one step behind, so that the device never waits for the reading."""
+"""Reads the measurements of steps, one step behind, so that the device never waits for the
+reading.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ RATES = ("tokens_per_second", "mfu", "mfu_palm", "data_wait")
 
 
 class Meter:
-    """Turns device metrics into records, and keeps the clock: rates are those of the last
-    WINDOW_STEPS steps.
+    """Turns device metrics into records, and measures rates over the last WINDOW_STEPS steps.
 
-    flops: measured -> FLOPs of the step, exact for its segments, and in the PaLM convention. None
-    where the model's are not known.
-    peak: FLOP/s of all devices of the run; None where that is not known.
-    devices: those of this process, whose memory is told where they tell it.
-    sources: the datasets of what is measured by dataset.
+    Args:
+        flops: measured -> FLOPs of the step, exact for its segments, and in the PaLM convention.
+            None if those of the model are not known.
+        peak: FLOP/s of all devices of the run; None if that is not known.
+        devices: The devices of this process, whose memory is reported if they report it.
+        sources: The datasets of what is measured by dataset.
     """
 
     def __init__(
@@ -43,15 +45,16 @@ class Meter:
         self._sources = sources
         self._flops, self._peak, self._devices = flops, peak, devices
         self._pending: Batch | None = None
-        # tokens, FLOPs, PaLM's, seconds waited, since the run began
+        # Tokens, FLOPs, PaLM FLOPs and seconds waited, since the run began.
         self._sums = [0.0] * 4
-        # (time, *sums) at the end of each step; none before the first is through: it compiles
+        # (time, *sums) at the end of each step, but not before the end of the first one, which
+        # compiles.
         self._marks: deque[tuple[float, ...]] = deque(maxlen=WINDOW_STEPS + 1)
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """The next batch, or None at the end.
+        """Returns the next batch, or None at the end.
 
-        Time counts as waited only where the device had run dry when the batch came.
+        The time counts as waited only if the device was already idle when the batch came.
         """
         began = time.perf_counter()
         batch = next(batches, None)
@@ -60,18 +63,23 @@ class Meter:
         return batch
 
     def push(self, metrics: Metrics) -> None:
-        """The metrics of the step that was just dispatched. Those before must have been read."""
+        """Starts to copy the metrics of the step that was just dispatched; those before must have
+        been read.
+        """
         for value in metrics.values():
             value.copy_to_host_async()
         self._pending = metrics
 
     def read(self, step: int, metrics: Metrics) -> Record:
-        """Waits for `metrics` of `step` and counts them into the interval.
+        """Waits for the metrics of `step`, and returns its record.
 
-        loss, ppl, nll and the norms are None where they are not finite; skipped counts the batches
-        so far that moved no parameter. fill is the share of slots outside padding, trained_share
-        that of their tokens whose successor is predicted. Raises TrainError for a step without
-        targets.
+        Returns:
+            loss, ppl, nll and the norms are None if they are not finite. skipped is the number of
+            batches so far that moved no parameter. fill is the share of slots outside padding,
+            trained_share that of their tokens whose successor is predicted.
+
+        Raises:
+            TrainError: The step has no targets.
         """
         host = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         tokens, targets = host["num_tokens"], host["num_targets"]
@@ -99,7 +107,7 @@ class Meter:
             for name, value in record.items()
         }
         record["skipped"] = step - host["updates"]
-        if "learning_rate" in host:  # an optimizer from Python tells none
+        if "learning_rate" in host:  # an optimizer from Python reports none
             record["learning_rate"] = host["learning_rate"]
         return record | {
             "num_tokens": tokens,
@@ -109,9 +117,13 @@ class Meter:
         }
 
     def rates(self) -> Record:
-        """tokens_per_second (without padding), mfu (exact for packed segments), mfu_palm (the PaLM
-        convention) and data_wait (a share of the time), None each before a step was timed; and
-        peak_memory (bytes, the fullest device of this process), None where no device tells.
+        """Returns the rates of the last steps, and the memory.
+
+        Returns:
+            tokens_per_second (without padding), mfu (exact for packed segments), mfu_palm (the PaLM
+            convention) and data_wait (a share of the time), each None before a step was timed; and
+            peak_memory (bytes, of the fullest device of this process), None if no device reports
+            it.
         """
         rates: Record = dict.fromkeys(RATES)
         if len(self._marks) > 1:
@@ -126,8 +138,8 @@ class Meter:
         return rates | {"peak_memory": peak_memory(self._devices)}
 
     def restart(self) -> None:
-        """What happened since the last step (an evaluation) is not training: rates count from
-        here.
+        """Starts the rates anew, because the time since the last step (an evaluation) was not
+        training.
         """
         self._marks.clear()
         self._mark()
@@ -137,9 +149,7 @@ class Meter:
 
 
 def peak_memory(devices: Sequence[Any]) -> int | None:
-    """Bytes that the fullest of `devices` held at its worst moment so far; None where none of them
-    tells, as CPUs do not.
-    """
+    """Returns the peak bytes of the fullest of `devices`; None if none reports them, as on CPUs."""
     stats = [device.memory_stats() or {} for device in devices]
     peaks = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
     return max(peaks, default=None)

@@ -1,1 +1,1 @@
-"""The mesh, what lies where on it, and the processes of a run."""
+"""The device mesh, the sharding of arrays on it, and the processes of a run."""

@@ -1,6 +1,6 @@
-"""Options of the mesh, its axes, presets and rules, and of the processes of a run. No jax here.
+"""Options of the device mesh (axes, presets, rules) and of the processes of a run.
 
-A configuration is read and checked on machines that only prepare data.
+This file imports no jax: a configuration is read and checked on machines that only prepare data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RULES: Mapping[str, Axes] = {
 """Meaning of a parameter's dimension → the mesh axes over which it is divided."""
 
 PRESETS: tuple[Preset, ...] = get_args(Preset)
-# the axis that takes the devices that remain
+# The axis that gets the remaining devices, by preset.
 _OPEN = {"dp": "data", "fsdp": "fsdp", "zero1": "data", "tp": "tensor", "hybrid": "fsdp"}
 _TOGETHER = (
     ("embed", "heads"),
@@ -87,12 +87,16 @@ class MeshConfig:
 
     @property
     def given(self) -> dict[str, int]:
-        """axis → devices, of the axes that are given."""
+        """The number of devices of each axis that is given."""
         sizes = zip(MESH_AXES, (self.data, self.fsdp, self.sequence, self.tensor), strict=True)
         return {name: size for name, size in sizes if size is not None}
 
     def sizes(self, slow: int = 1) -> dict[str, int]:
-        """axis → devices or -1, of all axes. slow: how many groups of devices slow links join."""
+        """Returns the number of devices, or -1, of every axis.
+
+        Args:
+            slow: The number of groups of devices that are joined by slow links.
+        """
         sizes = dict.fromkeys(MESH_AXES, 1) | self.given
         if self.preset is not None and -1 not in sizes.values():
             free = (
@@ -172,9 +176,10 @@ class DistributedConfig:
 
 
 def mesh_config(mesh: MeshConfig | Settings | str | None, at: str = "mesh") -> MeshConfig:
-    """A MeshConfig from what stands for one: a preset's name, sizes by axis, None for dp.
+    """Returns a MeshConfig from a preset's name, from sizes by axis, or from None, which means dp.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: No preset or axis has that name, or a size is out of range.
     """
     if isinstance(mesh, MeshConfig):
         return mesh
@@ -192,5 +197,5 @@ def mesh_config(mesh: MeshConfig | Settings | str | None, at: str = "mesh") -> M
 
 
 def axes_of(axes: Axes) -> tuple[str, ...]:
-    """One axis, several or none, as a tuple."""
+    """Returns one axis, several or none as a tuple."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())

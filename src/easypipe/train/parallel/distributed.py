@@ -1,4 +1,4 @@
-"""The processes of a run: how they find each other, and what they agree about before they act."""
+"""The processes of a run: how they join each other, fail together, and agree before they act."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ _FAILED = "easypipe/failed"
 
 
 def initialize(config: DistributedConfig | None = None) -> bool:
-    """Joins this process to the others of its run; True where there are others.
+    """Joins this process to the others of its run; returns True if there are others.
 
-    Call it before anything asks JAX for a device.
+    Call it before anything asks JAX for a device. What config and VARIABLES leave open is asked of
+    the scheduler: Slurm, Open MPI, Kubernetes (indexed Jobs and JobSets), TPU pods. If nothing
+    names other processes, nothing is done. A second call does nothing.
 
-    What config and VARIABLES leave open is asked of the scheduler: Slurm, Open MPI, Kubernetes
-    (indexed Jobs and JobSets), TPU pods. Where nothing speaks of other processes nothing is done,
-    and a second call does nothing. Raises ConfigError for a description that is not whole;
-    StallError where the others do not come within config.timeout seconds.
+    Raises:
+        ConfigError: The description of the processes is incomplete or cannot be used.
+        StallError: The others do not connect within config.timeout seconds.
     """
     config = DistributedConfig() if config is None else config
     if jax.distributed.is_initialized():
@@ -69,10 +70,10 @@ def initialize(config: DistributedConfig | None = None) -> bool:
         f"Set it, or {', '.join(VARIABLES[field] for field in missing)}; or nothing, where a "
         "scheduler can be asked.",
     )
-    # Its handler of SIGTERM would take the signal before there is a loop that saves, and leave the
-    # process running.
+    # JAX's handler of SIGTERM would take the signal before there is a loop that saves, and leave
+    # the process running.
     jax.config.update("jax_enable_preemption_service", False)
-    # No effect but on CPU, where programs in flight together mix up what they send.
+    # These affect only CPUs, where programs in flight together mix up what they send.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
@@ -106,23 +107,24 @@ def initialize(config: DistributedConfig | None = None) -> bool:
 def leave(code: int, error: BaseException) -> None:
     """Ends this process, which has failed, and the others of its run, with the exit code `code`.
 
-    Without it the others would wait for it in their next step, and it for them at its end. Nothing
-    happens where the run has no other process, or all have come to this error together.
+    Otherwise the others would wait for this process in their next step, and it for them at its end.
+    It does nothing if the run has no other process, or if all processes have met this error
+    together.
     """
     if not several() or (isinstance(error, EasypipeError) and error.in_all):
         return
     client = jax_distributed.global_state.client
-    assert client is not None  # there are several
+    assert client is not None  # several() is true
     failed = f"{code} {jax.process_index()} {error or type(error).__name__}"
-    with suppress(jax.errors.JaxRuntimeError):  # another has failed before, or the store is gone
+    with suppress(jax.errors.JaxRuntimeError):  # another failed earlier, or the store is gone
         client.key_value_set(_FAILED, failed)
-    if jax.process_index() == 0:  # with it goes the store that the others hear of it by
+    if jax.process_index() == 0:  # it holds the store from which the others learn
         time.sleep(2 * GRACE + 1)
     _end(code)
 
 
 def _together() -> bool:
-    """several(); where there are, an error that nobody catches ends all of them from here on."""
+    """Returns several(); if so, an uncaught error from here on ends all processes."""
     if several():
         _listen()
     return several()
@@ -130,6 +132,9 @@ def _together() -> bool:
 
 @functools.cache  # once in a process
 def _listen() -> None:
+    """Installs the hook of uncaught errors, and starts the thread that watches for failures
+    elsewhere.
+    """
     told = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -141,7 +146,7 @@ def _listen() -> None:
     listening = threading.Thread(target=_hear, args=(over,), name="easypipe hears of failures")
     listening.daemon = True
 
-    def stop() -> None:  # before jax goes, and with it what the thread calls
+    def stop() -> None:  # before jax shuts down, which the thread calls
         over.set()
         listening.join()
 
@@ -150,11 +155,11 @@ def _listen() -> None:
 
 
 def _hear(over: threading.Event) -> None:
-    """Looks every second whether another process has failed; then says so, and ends this one."""
+    """Checks every second whether another process has failed; then logs that, and ends this one."""
     client = jax_distributed.global_state.client
     assert client is not None
     while not over.wait(1):
-        with suppress(jax.errors.JaxRuntimeError):  # nobody has
+        with suppress(jax.errors.JaxRuntimeError):  # no process has failed
             code, process, why = client.key_value_try_get(_FAILED).split(" ", 2)
             if int(process) == jax.process_index():
                 return
@@ -164,7 +169,7 @@ def _hear(over: threading.Event) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """At once: jax would wait for the other processes."""
+    """Exits at once: a usual exit of jax would wait for the other processes."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -172,20 +177,21 @@ def _end(code: int) -> NoReturn:
 
 
 def several() -> bool:
-    """Whether the run has more processes than this one.
+    """Returns whether the run has more processes than this one.
 
-    Asks JAX for no device where there was no `initialize`.
+    It asks JAX for no device if `initialize` was not called.
     """
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_first() -> bool:
-    """Whether this process speaks for the run: its first one, or the only one."""
+    """Returns whether this process speaks for the run: it is the first one, or the only one."""
     return not several() or jax.process_index() == 0
 
 
 def shared_seed() -> int | None:
-    """A new seed, the same in every process of a run of several; None in a run of one.
+    """Draws a seed that is the same in every process of a run of several; returns None in a run of
+    one.
 
     Every process calls it in the same place.
     """
@@ -195,17 +201,17 @@ def shared_seed() -> int | None:
 
 
 class Largest:
-    """`largest(number)`: the largest that any process gave in the call before this one; 0 in the
-    first. Nobody waits for this call's.
+    """A maximum over processes that nobody waits for.
 
-    Every process makes the same calls, in the same places of the same program. Numbers are int32,
-    from 0.
+    A call `largest(number)` returns the largest number that any process gave in the call before
+    this one, and 0 in the first call. Every process makes the same calls, in the same places of the
+    same program. Numbers are int32, from 0.
     """
 
     def __init__(self) -> None:
-        # One number a device and not a process: programs over all devices run on CPU one after the
-        # other, smaller ones beside them,
-        # and then gloo takes the numbers of one for those of the other.
+        # One number per device and not per process: on CPU, programs over all devices run one after
+        # the other, but smaller ones run beside them, and then gloo takes the numbers of one for
+        # those of the other.
         self._mesh = Mesh(np.array(jax.devices()), ("device",))
         self._spread, self._before = NamedSharding(self._mesh, PartitionSpec("device")), None
         self._reduce = jax.jit(
@@ -216,15 +222,17 @@ class Largest:
         numbers = jax.make_array_from_callback(
             (self._mesh.size,), self._spread, lambda index: np.array([number], np.int32)
         )
-        with jax.set_mesh(self._mesh):  # not that of the run, which has other axes
+        with jax.set_mesh(self._mesh):  # the run's mesh has other axes
             before, self._before = self._before, self._reduce(numbers)
         return 0 if before is None else int(before.addressable_data(0))
 
 
 def _described(config: DistributedConfig, variables: Mapping[str, str]) -> dict[str, str | int]:
-    """What config and environment say, by the names of `jax.distributed.initialize`.
+    """Returns what config and environment say, by the parameter names of
+    `jax.distributed.initialize`.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: A variable is not a number, or a value is out of range.
     """
     given = to_dict(config)
     described: dict[str, str | int] = {}
@@ -242,14 +250,16 @@ def _described(config: DistributedConfig, variables: Mapping[str, str]) -> dict[
                 value = int(value)
         if value is not None:
             described[field] = value
-    from_dict(DistributedConfig, described, at="train.distributed")  # they obey the same rules
+    from_dict(DistributedConfig, described, at="train.distributed")  # checks the values
     return described
 
 
 def _scheduler(variables: Mapping[str, str]) -> str | None:
-    """Who started several processes of this run, by name; None: nobody.
+    """Returns the name of the scheduler that started several processes of this run; None if none
+    did.
 
-    Raises ConfigError where jax could not ask it.
+    Raises:
+        ConfigError: jax lacks the package to ask it.
     """
     if int(variables.get("SLURM_NTASKS", "1")) > 1 and {
         "SLURM_PROCID",
@@ -258,7 +268,7 @@ def _scheduler(variables: Mapping[str, str]) -> str | None:
         return "Slurm"
     if int(variables.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return "Open MPI"
-    from jax._src import clusters  # jax says nowhere else whether this is a TPU pod
+    from jax._src import clusters  # the only place where jax tells a TPU pod
 
     if any(
         cluster.is_env_present() for cluster in (clusters.GkeTpuCluster, clusters.GceTpuCluster)
@@ -280,14 +290,15 @@ def _scheduler(variables: Mapping[str, str]) -> str | None:
 def _join(
     config: DistributedConfig, described: Mapping[str, str | int], *, ask_scheduler: bool
 ) -> bool:
-    """False where config.timeout passed. jax's own deadline aborts the process without a word, so
-    it is waited for in a thread.
+    """Joins the other processes; returns False if config.timeout passed.
+
+    The call waits in a thread, because jax's own deadline aborts the process without a message.
     """
     raised: list[Exception] = []
     options: Arguments = dict(described)
     options["cluster_detection_method"] = None if ask_scheduler else "deactivate"
     options["heartbeat_timeout_seconds"] = config.heartbeat
-    # by then this process has said what is wrong, and left
+    # By then this process has reported the problem and left.
     options["initialization_timeout"] = config.timeout + 60
 
     def join() -> None:

@@ -1,9 +1,9 @@
-"""The mesh of a run: its axes, what lies where on it, and batches laid out on it.
+"""The device mesh of a run: its axes, the sharding of arrays, and batches placed on it.
 
 Mesh axes are `data` (replicas), `fsdp` (replicas that share the parameters), `sequence` (parts of a
 row), `tensor` (parts of a layer). Parameters name their dimensions by meaning ("embed", "heads",
-...); `rules()` turns meanings into mesh axes where the arrays are born. Without a mesh all lives on
-one device.
+...); `rules()` turns meanings into mesh axes where the arrays are created. Without a mesh
+everything is on one device.
 """
 
 from __future__ import annotations
@@ -43,13 +43,20 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     at: str = "mesh",
 ) -> Mesh:
-    """A mesh of all `devices` (default: every device of the run) with the axes data, fsdp, sequence
-    and tensor.
+    """Returns a mesh of all `devices` with the axes data, fsdp, sequence and tensor.
 
-    mesh: a MeshConfig; or the name of a preset; or sizes by axis, of which one may be -1, the
-    devices that remain. Default: all along data. Under the preset hybrid, neighbours along every
-    axis but data are devices that no slow link parts. Raises ConfigError, under the key path `at`,
-    for an unknown axis or preset and for sizes that do not use every device exactly once.
+    Under the preset hybrid, devices that are neighbours along any axis but data are joined by fast
+    links.
+
+    Args:
+        mesh: A MeshConfig, the name of a preset, or sizes by axis, of which one may be -1, the
+            remaining devices. Default: all along data.
+        devices: The devices; default: every device of the run.
+        at: The key path for error messages.
+
+    Raises:
+        ConfigError: An axis or preset is unknown, or the sizes do not use every device exactly
+            once.
     """
     config = mesh_config(mesh, at)
     devices = list(jax.devices() if devices is None else devices)
@@ -68,16 +75,18 @@ def make_mesh(
 
 
 def _slices(devices: Sequence[Any]) -> list[int] | None:
-    """The slice of each device, where the platform knows several: TPU slices, GPUs that one fabric
-    joins. None elsewhere.
+    """Returns the slice of each device, if the platform has several; else None.
+
+    Slices are TPU slices, or GPUs that one fabric joins.
     """
-    found = [getattr(device, "slice_index", 0) for device in devices]  # not of every platform
+    found = [getattr(device, "slice_index", 0) for device in devices]  # not every platform has it
     return found if len(set(found)) > 1 else None
 
 
 def _groups(devices: Sequence[Any]) -> dict[int, int]:
-    """How many devices fast links join: of each slice; of each process, where the platform knows
-    none.
+    """Returns the number of devices in each group that fast links join.
+
+    A group is a slice, or a process where the platform has no slices; all TPUs are one group then.
     """
     slices = _slices(devices)
     if slices is None and devices[0].platform == "tpu":
@@ -88,12 +97,16 @@ def _groups(devices: Sequence[Any]) -> dict[int, int]:
 def _fitted(
     config: MeshConfig, devices: Sequence[Any], groups: Mapping[int, int], at: str
 ) -> dict[str, int]:
-    """axis → devices, of all axes. Raises ConfigError where they do not make up `devices`."""
+    """Returns the number of devices of every axis.
+
+    Raises:
+        ConfigError: The sizes do not multiply to the number of devices, or do not fit the groups.
+    """
     sizes, count = config.sizes(slow=len(groups)), len(devices)
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if count % fixed or (-1 not in sizes.values() and fixed != count):
         fitting, rest = {}, count
-        # what is nearest to what was asked for, and the rest along data
+        # A suggestion near what was asked for, with the rest along data.
         for axis in ("tensor", "sequence", "fsdp"):
             most = max(1, min(sizes[axis], rest))
             fitting[axis] = max(n for n in range(1, most + 1) if rest % n == 0)
@@ -128,9 +141,10 @@ def _named(sizes: Mapping[str, int]) -> str:
 
 
 def checked_mesh(mesh: Mesh) -> Mesh:
-    """A mesh from elsewhere, with the axes of `make_mesh`.
+    """Returns a mesh from elsewhere if it has the axes of `make_mesh`.
 
-    Raises ConfigError where it lacks one.
+    Raises:
+        ConfigError: It lacks one.
     """
     if missing := [axis for axis in MESH_AXES if axis not in mesh.axis_names]:
         problem = f"has no axis {', '.join(missing)}"
@@ -144,14 +158,18 @@ def checked_mesh(mesh: Mesh) -> Mesh:
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Over how many devices the rows of a batch are spread."""
+    """Returns the number of devices over which the rows of a batch are divided."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def check_batch_size(
     batch_size: int, mesh: Mesh, accumulate_steps: int = 1, at: str = "batch_size"
 ) -> None:
-    """Raises PlacementError where micro-batches do not divide over the devices that share them."""
+    """Checks that micro-batches divide evenly over the devices that share their rows.
+
+    Raises:
+        PlacementError: They do not.
+    """
     shards = batch_shards(mesh)
     if batch_size % (shards * accumulate_steps):
         unit = shards * accumulate_steps
@@ -166,8 +184,10 @@ def check_batch_size(
 
 
 def check_row_length(slots: int, mesh: Mesh, at: str = "seq_length") -> None:
-    """Raises PlacementError where rows of so many slots do not divide over the devices that share a
-    row.
+    """Checks that rows of so many slots divide evenly over the devices that share a row.
+
+    Raises:
+        PlacementError: They do not.
     """
     parts = mesh.shape["sequence"]
     if slots % parts:
@@ -182,14 +202,19 @@ def check_row_length(slots: int, mesh: Mesh, at: str = "seq_length") -> None:
 def place_batch(
     batch: Columns, mesh: Mesh, *, rows: int | None = None, in_micro_batches: bool = False
 ) -> dict[str, jax.Array]:
-    """The arrays of `batch`, rows spread over data and fsdp, slots over sequence; those that lie
-    there already are passed on untouched.
+    """Puts the arrays of `batch` on the mesh, rows over data and fsdp, slots over sequence.
 
-    batch: [B, ...] NumPy arrays or jax.Arrays of the global batch. rows: pad to this many with
-    slots that train nothing (0, and -100 for labels).
-    in_micro_batches: arrays are [A, B/A, ...], and their second axis is spread.
-    Raises PlacementError for rows that do not divide, TrainError for arrays of which other
-    processes hold parts.
+    Arrays that already have that sharding are passed on untouched.
+
+    Args:
+        batch: [B, ...] NumPy arrays or jax.Arrays of the global batch.
+        mesh: The mesh.
+        rows: Pad to this many rows with slots that train nothing (0, and -100 for labels).
+        in_micro_batches: Whether arrays are [A, B/A, ...], whose second axis is then divided.
+
+    Raises:
+        PlacementError: Rows or slots do not divide evenly.
+        TrainError: Other processes hold parts of an array that would have to move.
     """
     axis = 1 if in_micro_batches else 0
     placed = {}
@@ -216,11 +241,17 @@ def place_batch(
 
 
 def _lies(found: Sharding, wanted: NamedSharding, ndim: int) -> bool:
+    """Returns whether a sharding is equivalent to the wanted one on the same mesh."""
     on_mesh = isinstance(found, NamedSharding) and found.mesh == wanted.mesh
     return on_mesh and found.is_equivalent_to(wanted, ndim)
 
 
 def _padded(name: str, value: jax.Array | np.ndarray, rows: int) -> np.ndarray:
+    """Pads an array to `rows` rows.
+
+    Raises:
+        TrainError: Other processes hold parts of it.
+    """
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         problem = "a short batch that other processes hold parts of"
         raise TrainError(at=f"batch.{name}", problem=problem, fix="Set drop_last: true.")
@@ -228,7 +259,7 @@ def _padded(name: str, value: jax.Array | np.ndarray, rows: int) -> np.ndarray:
     return np.pad(value, missing, constant_values=IGNORE if name == LABELS else 0)
 
 
-TOKEN_AXES = (BATCH_AXES, "sequence")  # of the rows of a batch and of their slots
+TOKEN_AXES = (BATCH_AXES, "sequence")  # mesh axes of the rows of a batch and of their slots
 
 _rules: contextvars.ContextVar[Mapping[str, Axes]] = contextvars.ContextVar(
     "easypipe_axis_rules", default=RULES
@@ -236,13 +267,15 @@ _rules: contextvars.ContextVar[Mapping[str, Axes]] = contextvars.ContextVar(
 
 
 def rules() -> Mapping[str, Axes]:
-    """Meaning of a dimension → mesh axes, as in the innermost `under`; else RULES."""
+    """Returns the mesh axes of each meaning of a dimension, as set by the innermost `under`; else
+    RULES.
+    """
     return _rules.get()
 
 
 @contextlib.contextmanager
 def under(rules: Mapping[str, Axes] | None) -> Iterator[None]:
-    """Where these rules hold; None: those that hold already."""
+    """Sets the rules inside a `with` block; None keeps those that hold already."""
     token = _rules.set(_rules.get() if rules is None else rules)
     try:
         with nnx.logical_axis_rules(tuple(_rules.get().items())):
@@ -252,13 +285,14 @@ def under(rules: Mapping[str, Axes] | None) -> Iterator[None]:
 
 
 def on_mesh() -> bool:
-    """True inside `jax.set_mesh` of a mesh with all of MESH_AXES."""
+    """Returns whether a mesh with all of MESH_AXES is set (`jax.set_mesh`)."""
     return set(MESH_AXES) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def partitioned(init: Callable[..., Array], *axes: str | None) -> Callable[..., Array]:
-    """`init` for a parameter whose dimensions mean `axes`: born sharded by `rules()` on a mesh, and
-    always labelled with them.
+    """Returns `init` for a parameter whose dimensions mean `axes`.
+
+    On a mesh the parameter is created sharded by `rules()`; it is always labelled with `axes`.
     """
     return nnx.with_metadata(
         init, out_sharding=axes, sharding_rules=tuple(rules().items()), eager_sharding=on_mesh()
@@ -266,14 +300,15 @@ def partitioned(init: Callable[..., Array], *axes: str | None) -> Callable[..., 
 
 
 def vocab_axes() -> tuple[str, ...]:
-    """The axes over which logits are divided: those of the vocabulary that do not divide the
+    """Returns the axes over which logits are divided: those of the vocabulary that do not divide
     rows.
     """
     return tuple(axis for axis in axes_of(rules()["vocab"]) if axis not in BATCH_AXES)
 
 
 def constrain(array: Array, *axes: str | Sequence[str] | None) -> Array:
-    """`array` laid out over `axes`, one entry a dimension; unchanged without a mesh.
+    """Constrains `array` to a sharding over `axes`, one entry per dimension; does nothing without a
+    mesh.
 
     A dimension that its axes do not divide stays whole: this is for activations, whose batch may be
     small (sampling, evaluation); training batches are checked where they are placed.
@@ -286,7 +321,7 @@ def constrain(array: Array, *axes: str | Sequence[str] | None) -> Array:
 
 
 def fitting(size: int, axes: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """`axes` of the mesh in `jax.set_mesh`, where together they divide a dimension of `size`; else
+    """Returns `axes` of the current mesh if together they divide a dimension of `size`; else
     None.
     """
     shape = jax.sharding.get_abstract_mesh().shape
