@@ -1,1 +1,1 @@
-"""The decoder, its layers, adapters, and text made by it."""
+"""The decoder, its layers, adapters, the classifier, and text generation."""

@@ -31,22 +31,26 @@ from easypipe.train.parallel.mesh import BATCH_AXES, TOKEN_AXES, constrain, fitt
 
 logger = logging.getLogger("easypipe")
 
-# by platform; elsewhere "xla"
+# The preferred backend by platform; on others "xla".
 FAVOURITES: dict[str, AttentionBackend] = {"tpu": "splash", "cuda": "triton"}
-SLOTS = 128  # the fused kernels take rows of a multiple of this; others are padded for them
+SLOTS = 128  # the fused kernels need row lengths of a multiple of this; rows are padded to it
 
 
 class Scores(NamedTuple):
-    """How the scores of a layer are made.
+    """How the attention scores of a layer are computed.
 
-    A `window` is the number of slots that a slot sees at most, the nearest; None: all. `windowed`
-    may be traced, so that one compiled layer serves both kinds.
+    Attributes:
+        window: The number of slots that a slot sees at most, the nearest ones; None: all.
+        windowed: Whether this layer has that window. It may be traced, so that one compiled layer
+            serves both kinds.
+        scale: The factor of the scores; None for h^-1/2.
+        soft_cap: c: scores become c·tanh(score/c).
     """
 
     window: int | None = None
-    windowed: Bool[Array, ""] | bool = True  # whether this layer has that window
-    scale: float | None = None  # None for h^-1/2
-    soft_cap: float | None = None  # c: scores become c·tanh(score/c)
+    windowed: Bool[Array, ""] | bool = True
+    scale: float | None = None
+    soft_cap: float | None = None
 
     def scale_for(self, query: Array) -> float:
         return float(query.shape[-1] ** -0.5) if self.scale is None else self.scale
@@ -60,13 +64,22 @@ def attend(
     scores: Scores | None = None,
     backend: AttentionBackend | None = None,
 ) -> Float[Array, "B S H h"]:
-    """Every query's mean of the values it may see, weighted by softmax(cap(query·key·scale));
-    scores are float32.
+    """Returns each query's mean of the values it may see, weighted by
+    softmax(cap(query·key·scale)).
 
-    A slot sees the slots of its own segment that are not after it, itself included. Segments are
-    contiguous; padding (id 0) sees padding.
-    backend: None for the platform's favourite, and "xla" where that refuses. Raises ConfigError
-    where the one asked for cannot run.
+    Scores are float32. A slot sees the slots of its own segment that are not after it, itself
+    included. Segments are contiguous; padding (id 0) sees padding.
+
+    Args:
+        query_BSHh: The queries.
+        key_BSKh: The keys.
+        value_BSKh: The values.
+        segment_ids: The segment of each slot; 0 is padding.
+        scores: How scores are computed; default: without window and cap.
+        backend: None for the platform's preferred backend, and "xla" where that cannot run.
+
+    Raises:
+        ConfigError: The given backend cannot run.
     """
     scores = scores or Scores()
     backend = choose(backend, query_BSHh.shape[-1], query_BSHh.dtype)
@@ -75,7 +88,7 @@ def attend(
         if scores.window is not None:
             length = segment_ids.shape[1]
             mask_BSS &= _near(length, jnp.where(scores.windowed, scores.window, length))
-        # every query needs the keys of its whole row
+        # Every query needs the keys of its whole row.
         if on_mesh() and jax.sharding.get_abstract_mesh().shape["sequence"] > 1:
             query_BSHh = constrain(query_BSHh, *TOKEN_AXES, head_axes(), None)
             key_BSKh, value_BSKh = (
@@ -92,16 +105,16 @@ def attend(
         query, key, value = (
             jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) for array in (query, key, value)
         )
-        # a segment of its own: none sees it
+        # The padding is a segment of its own, which no slot sees.
         segment_ids = jnp.pad(segment_ids, ((0, 0), (0, missing)), constant_values=-1)
     mixed = fused(query, key, value, segment_ids, scores)
     return mixed[:, :length] if missing else mixed
 
 
 class KVCache(NamedTuple):
-    """Keys and values of every layer: slot t of a row holds those of its token t.
+    """The keys and values of every layer: slot t of a row holds those of its token t.
 
-    No token sees the slots behind its own, whatever they hold.
+    No token sees the slots after its own, whatever they hold.
     """
 
     keys: Float[Array, "L B C K h"]
@@ -109,7 +122,9 @@ class KVCache(NamedTuple):
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, slots: int) -> KVCache:
-        """2·L·B·C·K·h numbers of `config.dtype`; rows and heads are divided over the mesh."""
+        """Returns a cache of zeros: 2·L·B·C·K·h numbers of `config.dtype`, rows and heads divided
+        over the mesh.
+        """
         shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_width)
         zeros = jnp.zeros(shape, config.dtype)
         laid = constrain(zeros, None, BATCH_AXES, None, head_axes() if on_mesh() else None, None)
@@ -122,7 +137,9 @@ class KVCache(NamedTuple):
         key_BTKh: Float[Array, "B T K h"],
         value_BTKh: Float[Array, "B T K h"],
     ) -> KVCache:
-        """With the keys and values of tokens at `position_ids` in one layer."""
+        """Returns the cache with the keys and values of tokens at `position_ids` written in one
+        layer.
+        """
         at = (layer, jnp.arange(position_ids.shape[0])[:, None], position_ids)
         return KVCache(self.keys.at[at].set(key_BTKh), self.values.at[at].set(value_BTKh))
 
@@ -134,8 +151,16 @@ def attend_cached(
     position_ids: Int[Array, "B T"],
     scores: Scores,
 ) -> Float[Array, "B T H h"]:
-    """`attend` for tokens at `position_ids` of rows whose keys and values stand in a cache, each in
-    the slot of its position; each row is one segment.
+    """Does what `attend` does, for tokens of rows whose keys and values are in a cache.
+
+    Each row is one segment, and each cached token has the slot of its position.
+
+    Args:
+        query_BTHh: The queries of the tokens.
+        key_BCKh: The cached keys.
+        value_BCKh: The cached values.
+        position_ids: The position of each token in its row.
+        scores: How scores are computed.
     """
     slots = key_BCKh.shape[1]
     ago_BTC = position_ids[:, :, None] - jnp.arange(slots)
@@ -145,10 +170,12 @@ def attend_cached(
 
 
 def choose(backend: AttentionBackend | None, head_width: int, dtype: DTypeLike) -> AttentionBackend:
-    """The backend that will run on the platform at hand.
+    """Returns the backend that will run on the current platform.
 
-    Where the platform's favourite cannot, "xla" runs with a warning. Raises ConfigError where the
-    one asked for cannot.
+    If the platform's preferred backend cannot run, "xla" does, with a warning.
+
+    Raises:
+        ConfigError: The given backend cannot run.
     """
     platform = platform_at_hand()
     wanted = FAVOURITES.get(platform, "xla") if backend is None else backend
@@ -189,7 +216,7 @@ def _warn_once(message: str) -> None:
 
 
 def head_axes() -> tuple[str, ...]:
-    """The mesh axes over which heads are divided: those of the rules that divide neither rows nor
+    """Returns the mesh axes over which heads are divided: those of the rules that divide no rows or
     slots.
     """
     return tuple(
@@ -198,16 +225,16 @@ def head_axes() -> tuple[str, ...]:
 
 
 def segment_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
-    """True where query slot s may see key slot t: same segment, t not after s.
+    """Returns True where query slot s may see key slot t: same segment, t not after s.
 
-    Padding sees padding, so that no row of it is empty.
+    Padding sees padding, so that no row of the mask is empty.
     """
     causal_SS = jnp.tril(jnp.ones((segment_ids.shape[1],) * 2, dtype=bool))
     return (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal_SS
 
 
 def _near(length: int, window: Int[Array, ""]) -> Bool[Array, "S S"]:
-    """True where key slot t is less than `window` before query slot s.
+    """Returns True where key slot t is less than `window` before query slot s.
 
     Segments are contiguous, so slots count as positions do.
     """
@@ -222,6 +249,7 @@ def _xla(
     mask_BSS: Array,
     scores: Scores,
 ) -> Array:
+    """Attention by XLA, which holds all scores."""
     soft_cap = scores.soft_cap
     if soft_cap is None:
         return jax.nn.dot_product_attention(
@@ -241,6 +269,7 @@ def _xla(
 
 
 def _splash(query: Array, key: Array, value: Array, segment_ids: Array, scores: Scores) -> Array:
+    """Attention by the splash kernel of TPUs, each device on its own rows and heads."""
     from easypipe.kernels.attention import splash as kernels
 
     where = _Layout(query, key)
@@ -274,6 +303,7 @@ def _splash(query: Array, key: Array, value: Array, segment_ids: Array, scores: 
 
 
 def _triton(query: Array, key: Array, value: Array, segment_ids: Array, scores: Scores) -> Array:
+    """Attention by the Triton kernel of NVIDIA GPUs, each device on its own rows and heads."""
     from easypipe.kernels.attention import triton as kernels
 
     where = _Layout(query, key)
@@ -294,7 +324,7 @@ def _triton(query: Array, key: Array, value: Array, segment_ids: Array, scores: 
 
 
 def runs(segment_ids: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
-    """The first and the last slot of every slot's segment."""
+    """Returns the first and the last slot of every slot's segment."""
     slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     begins = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
@@ -304,11 +334,10 @@ def runs(segment_ids: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, 
 
 
 class _Layout:
-    """How the arrays of attention lie on the mesh: rows over the batch axes, heads as the rules
-    say, queries over `sequence`.
+    """The sharding of the arrays of attention: rows over the batch axes, queries over `sequence`.
 
-    The compiler cannot divide a kernel, so each device runs it on its own part; keys and values of
-    a row are gathered over `sequence`.
+    Heads are divided as the rules say. The compiler cannot divide a kernel, so each device runs it
+    on its own part; keys and values of a row are gathered over `sequence`.
     """
 
     def __init__(self, query_BSHh: Array, key_BSKh: Array) -> None:
@@ -322,7 +351,7 @@ class _Layout:
         self.sequence = "sequence" if shape.get("sequence", 1) > 1 else None
         self.shards = shape["sequence"] if self.sequence else 1
         self.local_heads = heads // parts
-        # fewer key heads than devices: one each
+        # With fewer key heads than devices, each device gets a copy of one.
         self.copies = 1 if key_BSKh.shape[2] % parts == 0 else heads // key_BSKh.shape[2]
         self.query, self.key = P(rows, self.sequence, over, None), P(rows, None, over, None)
         self.slots, self.row = P(rows, self.sequence), P(rows, None)
@@ -333,9 +362,10 @@ class _Layout:
     def over(
         self, function: Callable[..., Array], specs: tuple[PyTree, ...]
     ) -> Callable[..., Array]:
-        # Every axis that divides an input divides the result too, or is one along which it is
-        # summed (keys and values): so autodiff
-        # through shard_map is right here, which it is not where a result is replicated.
+        """Returns `function` as each device runs it on its own part."""
+        # Every axis that divides an input also divides the result, or is one along which it is
+        # summed (keys and values). So autodiff through shard_map is correct here, which it is not
+        # where a result is replicated.
         return (
             jax.shard_map(function, in_specs=specs, out_specs=self.query, check_vma=False)
             if self.mesh

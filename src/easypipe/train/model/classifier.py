@@ -1,4 +1,4 @@
-"""Images to logits of classes.
+"""The image classifier: images to logits of classes.
 
 B rows · H, W height and width · C channels · N classes
 """
@@ -19,10 +19,13 @@ from easypipe.train.model.config import ClassifierConfig
 
 
 class Classifier(nnx.Module):
-    """See ClassifierConfig. All in float32."""
+    """A small network that classifies images, see ClassifierConfig; all in float32.
+
+    Raises:
+        ConfigError: num_classes or image_shape is not known.
+    """
 
     def __init__(self, config: ClassifierConfig, rngs: nnx.Rngs) -> None:
-        """Raises ConfigError where num_classes or image_shape is not known."""
         for name, value in (
             ("num_classes", config.num_classes),
             ("image_shape", config.image_shape),

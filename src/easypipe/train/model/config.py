@@ -1,6 +1,6 @@
-"""Options of models: a decoder, a classifier of images, adapters. No jax here.
+"""Options of models: the decoder, the image classifier, adapters.
 
-A configuration is read and checked on machines that only prepare data.
+This file imports no jax: a configuration is read and checked on machines that only prepare data.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from easypipe.core.config import ListOf, check_at_least, check_number, config, w
 from easypipe.core.errors import ConfigError, require
 
 AttentionBackend = Literal["xla", "splash", "triton"]
-# of a head: Triton's blocks are powers of two, and its products no smaller than 16
+# Head widths: Triton's blocks are powers of two, and its products no smaller than 16.
 TRITON_WIDTHS = (16, 32, 64, 128, 256)
 
 
-# beyond these the compiler gives up without an error, or describing the layers takes hours
-_LARGEST = {"vocab_size": 1 << 31, "num_layers": 10_000}  # of others 2^20
+# Beyond these the compiler gives up without an error, or describing the layers takes hours.
+_LARGEST = {"vocab_size": 1 << 31, "num_layers": 10_000}  # others: 2^20
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -201,7 +201,7 @@ class ModelConfig:
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """Of each layer, whether it has the window."""
+        """For each layer whether it has the window."""
         every = self.global_every
         return tuple(
             self.sliding_window is not None and (every is None or (i + 1) % every != 0)
@@ -210,7 +210,11 @@ class ModelConfig:
 
     @property
     def vocabulary(self) -> int:
-        """vocab_size, once it is known."""
+        """vocab_size, which must be known by now.
+
+        Raises:
+            ConfigError: It is not.
+        """
         if self.vocab_size is None:
             raise ConfigError(
                 at="vocab_size",
@@ -303,7 +307,7 @@ class LoraConfig:
 
 
 def _only_given(value: object, option: str, *others: str) -> bool:
-    """Whether a config was made with this option and none of the others, beside which it is wrong:
-    then it is the one to name.
+    """Whether this option was given and none of the others that it contradicts: then it is to
+    blame.
     """
     return was_given(value, option) and not any(was_given(value, other) for other in others)

@@ -37,20 +37,20 @@ from easypipe.train.parallel.mesh import (
 )
 
 Turns = tuple[Float[Array, "B S 1 h/2"], Float[Array, "B S 1 h/2"]]
-# query, key and value to what is seen of the values
+# (query, key, value, scores) -> the attention output of each head
 Mix = Callable[[Array, Array, Array, Scores], Array]
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each added to the stream it reads.
+    """A layer: attention and MLP, each added to the residual stream that it reads.
 
-    Arrays of options that are off do not exist.
+    Parameters of options that are off do not exist.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         width, inner, head = config.hidden_size, config.intermediate_size, config.head_width
         make = functools.partial(linear, config, rngs=rngs)
-        # 2 additions a layer: keeps the sum's size whatever the depth (GPT-2)
+        # Each layer adds twice: this factor keeps the size of the sum whatever the depth (GPT-2).
         residual = (2 * config.num_layers) ** -0.5
         self.config = config
         self.attention_norm, self.mlp_norm = norm(config, width, rngs), norm(config, width, rngs)
@@ -112,8 +112,16 @@ def linear(
     scale: float = 1.0,
     bias: bool = False,
 ) -> nnx.Linear:
-    """A projection whose kernel, [inputs, outputs], has dimensions that mean `axes`; its first
-    values have the size `scale`·inputs^-1/2.
+    """Returns a projection whose kernel, [inputs, outputs], has dimensions that mean `axes`.
+
+    Args:
+        config: The options of the model, for its dtypes.
+        inputs: The number of inputs.
+        outputs: The number of outputs.
+        axes: The meanings of the kernel's dimensions, for its sharding.
+        rngs: The source of random keys.
+        scale: The initial values have a standard deviation of `scale`·inputs^-1/2.
+        bias: Whether the projection adds a bias.
     """
     init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
     return nnx.Linear(
@@ -129,7 +137,7 @@ def linear(
 
 
 def norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm | OnePlusNorm:
-    """A norm over the last dimension, `width` long, with the scale that `config.norm_scale`
+    """Returns a norm over the last dimension, `width` long, with the scale that `config.norm_scale`
     names.
     """
     if config.norm_scale == "one_plus":
@@ -137,7 +145,7 @@ def norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm | OnePl
     return nnx.RMSNorm(
         width,
         epsilon=config.norm_epsilon,
-        dtype=jnp.dtype(config.dtype),  # of the result; the mean of squares is taken in float32
+        dtype=jnp.dtype(config.dtype),  # of the result; the mean of squares is float32
         param_dtype=jnp.dtype(config.param_dtype),
         scale_init=partitioned(nnx.initializers.ones, None),
         rngs=rngs,
@@ -145,8 +153,9 @@ def norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm | OnePl
 
 
 class OnePlusNorm(nnx.Module):
-    """`x / rms(x) · (1 + scale)`, all in float32, as Gemma has it: weight decay pulls it to 1 and
-    not to 0.
+    """The norm `x / rms(x) · (1 + scale)`, all in float32, as in Gemma.
+
+    Weight decay pulls its factor to 1 and not to 0.
     """
 
     def __init__(self, config: ModelConfig, width: int, rngs: nnx.Rngs) -> None:
@@ -166,8 +175,15 @@ class OnePlusNorm(nnx.Module):
 def rotation(
     position_ids: Array, head_width: int, theta: float, scaling: RopeScaling | None
 ) -> Turns:
-    """Cosine and sine of the angle of every pair, Float32[B, S, 1, h/2] (Su et al., RoFormer,
-    2021).
+    """Returns cosine and sine of the angle of every pair, each Float32[B, S, 1, h/2].
+
+    (Su et al., RoFormer, 2021.)
+
+    Args:
+        position_ids: Int[B, S], the position of each token.
+        head_width: The width of a head.
+        theta: The base of the angles.
+        scaling: The scaling of the angles, if any.
     """
     exponent = jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width
     angle = position_ids[:, :, None, None].astype(jnp.float32) * slowed(theta**-exponent, scaling)
@@ -175,12 +191,15 @@ def rotation(
 
 
 def slowed(frequency: Float[Array, " h/2"], scaling: RopeScaling | None) -> Float[Array, " h/2"]:
-    """Radians a position, scaled. llama3: Llama 3.1's model code, `apply_scaling`."""
+    """Returns the scaled frequencies, in radians per position.
+
+    llama3 is `apply_scaling` of Llama 3.1's model code.
+    """
     if scaling is None:
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
-    # full circles within the rows of the first training
+    # Full circles within the rows of the original training.
     turns = scaling.original_length * frequency / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = jnp.clip((turns - low) / (high - low), 0, 1)
@@ -188,7 +207,9 @@ def slowed(frequency: Float[Array, " h/2"], scaling: RopeScaling | None) -> Floa
 
 
 def rotate(x_BSHh: Float[Array, "B S H h"], turns: Turns) -> Float[Array, "B S H h"]:
-    """Pairs are (i, i + h/2), as in the published Llama weights; turned in float32."""
+    """Rotates the pairs (i, i + h/2) of each head, as in the published Llama weights, in
+    float32.
+    """
     cosine, sine = turns
     first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate(
@@ -198,10 +219,13 @@ def rotate(x_BSHh: Float[Array, "B S H h"], turns: Turns) -> Float[Array, "B S H
 
 
 class AddedTokens(nnx.Module):
-    """What new tokens have in the table and in the head of a decoder, in place of what those have
-    there: trained where both are frozen. Float32, whole on every device.
+    """The trained rows of new tokens, which replace those in a frozen embedding table and head.
 
-    ids: of the new tokens.
+    They are float32 and replicated on every device.
+
+    Args:
+        config: The options of the model.
+        ids: The ids of the new tokens.
     """
 
     def __init__(self, config: ModelConfig, ids: range) -> None:
@@ -215,17 +239,21 @@ class AddedTokens(nnx.Module):
         )
 
     def embedded(self, input_ids: Int[Array, "B S"], x: Float[Array, "B S D"]) -> Array:
+        """Returns the embeddings `x` with those of new tokens replaced."""
         rows = self.embedding[...].astype(x.dtype)
         places = input_ids - self.start
         new = (places >= 0) & (places < self.count)
         return jnp.where(new[..., None], jnp.take(rows, places, axis=0, mode="clip"), x)
 
     def in_table(self, table: Float[Array, "V D"]) -> Float[Array, "V D"]:
+        """Returns the embedding table with the rows of new tokens replaced."""
         rows = self.embedding[...].astype(table.dtype)
         return jax.lax.dynamic_update_slice(table, rows, (self.start, 0))
 
     def in_head(self, head: Array) -> Array:
-        """head: [D, V], or the table, where that is the head."""
+        """Returns the head, [D, V], or the table that is also the head, with new tokens
+        replaced.
+        """
         if self.lm_head is None:
             return self.in_table(head)
         columns = self.lm_head[...].astype(head.dtype)
@@ -233,26 +261,34 @@ class AddedTokens(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Token ids in, logits (or the hidden states before the head) out.
+    """The decoder: token ids in, logits (or the hidden states before the head) out.
 
-    Build inside `jax.jit` under `jax.set_mesh(mesh)`, and every parameter is born on its devices.
-    Raises ConfigError where a dimension does not divide over its mesh axis.
+    Build it inside `jax.jit` under `jax.set_mesh(mesh)`, and every parameter is created on its
+    devices.
+
+    Attributes:
+        config: The options of the model.
+        hf_config: The config.json that published weights came with, from which save_pretrained
+            starts.
+        added: The rows of new tokens, if the model was given any for adapters.
+        score: [D, 1], the head of a reward model.
+
+    Raises:
+        ConfigError: A dimension does not divide over its mesh axis.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         check_mesh(config)
         self.config = config
-        # config.json that the weights came with; what save_pretrained starts from
         self.hf_config: str | None = None
         width, vocab, param_dtype = (
             config.hidden_size,
             config.vocabulary,
             jnp.dtype(config.param_dtype),
         )
-        # Tokens must weigh as much in the residual stream as what the layers add to it (unit size),
-        # or early training is slow: a table
-        # of 0.02 reached 4.98 where 1/sqrt(D) reached 4.28, and 1 (untied) 3.89. A table that is
-        # also the head cannot be larger than
+        # Embeddings must be as large in the residual stream as what the layers add to it (unit
+        # size), or early training is slow: a table of 0.02 reached a loss of 4.98 where 1/sqrt(D)
+        # reached 4.28, and 1 (untied) 3.89. A table that is also the head cannot be larger than
         # 1/sqrt(D): its own token would win every logit.
         table_init = partitioned(
             nnx.initializers.normal(width**-0.5 if config.tie_embeddings else 1.0), "vocab", "embed"
@@ -267,10 +303,10 @@ class Decoder(nnx.Module):
         self.layers = make_layers(rngs.split(config.num_layers))
         self.norm = norm(config, config.hidden_size, rngs)
         if not config.tie_embeddings:
-            # first logits small, first loss near log(V)
+            # The initial logits are small, so that the first loss is near log(V).
             self.head = linear(config, width, vocab, ("embed", "vocab"), rngs, scale=0.25)
         self.added: AddedTokens | None = nnx.data(None)
-        self.score: nnx.LoRAParam | None = nnx.data(None)  # [D, 1], of a reward model
+        self.score: nnx.LoRAParam | None = nnx.data(None)
 
     def __call__(
         self,
@@ -278,14 +314,14 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B S"] | None = None,
         position_ids: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S V"]:
-        """Float32 logits of every slot.
+        """Returns the float32 logits of every slot.
 
         They are large: training goes through train/losses/loss.py, which never holds them.
         """
         return self.logits(self.hidden(input_ids, segment_ids, position_ids))
 
     def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens V"]:
-        """Float32 logits of hidden states, capped where the model caps them."""
+        """Returns the float32 logits of hidden states, capped if the model caps them."""
         logits = jnp.einsum(
             f"...d,{self.lm_head_layout}->...v",
             hidden,
@@ -296,13 +332,15 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def add_score(self, seed: int) -> None:
-        """Makes a reward model of it: a head of one number, trained with adapters too."""
+        """Makes the decoder a reward model: adds a head of one number, which is trained with
+        adapters too.
+        """
         key = jax.random.key(fold(seed, "score") % 2**32)
         first = 0.02 * jax.random.normal(key, (self.config.hidden_size, 1), jnp.float32)
         self.score = nnx.LoRAParam(first)
 
     def scores(self, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens"]:
-        """Of a reward model, what it says of what ends with each token; float32."""
+        """Returns a reward model's score of the text up to each token; float32."""
         assert self.score is not None
         return (hidden.astype(jnp.float32) @ self.score[...])[..., 0]
 
@@ -314,13 +352,15 @@ class Decoder(nnx.Module):
         *,
         noise: Noise | None = None,
     ) -> Float[Array, "B S D"]:
-        """States before the head, in `config.dtype`, normalised.
+        """Returns the normalised states before the head, in `config.dtype`.
 
-        segment_ids: slots of one row see each other only within a segment; 0 is padding; None: each
-        row is one segment.
-        position_ids: place of the token in its segment, for the rotation; None: counted from
-        segment_ids.
-        noise: on the embeddings, in training.
+        Args:
+            input_ids: The tokens.
+            segment_ids: The segment of each slot; slots of a row see each other only within a
+                segment; 0 is padding; None: each row is one segment.
+            position_ids: The position of the token in its segment, for the rotation; None: counted
+                from segment_ids.
+            noise: Noise on the embeddings, in training.
         """
         if segment_ids is None:
             segment_ids = jnp.ones_like(input_ids)
@@ -349,9 +389,14 @@ class Decoder(nnx.Module):
     def extend(
         self, input_ids: Int[Array, "B T"], position_ids: Int[Array, "B T"], cache: KVCache
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """`hidden` of tokens that stand behind those in `cache`, and the cache with theirs.
+        """Returns `hidden` of tokens that follow those in `cache`, and the cache with their keys
+        and values.
 
-        position_ids: the place of each token in its row, below the slots of `cache`.
+        Args:
+            input_ids: The tokens.
+            position_ids: The position of each token in its row, below the number of slots of
+                `cache`.
+            cache: The cache.
         """
         windowed, of = self._kinds(position_ids)
 
@@ -377,8 +422,9 @@ class Decoder(nnx.Module):
     def _embedded(
         self, input_ids: Int[Array, "B S"], noise: Noise | None = None
     ) -> Float[Array, "B S D"]:
-        # A table sharded over its vocabulary is gathered over `fsdp` first; without this the
-        # partitioner replicates it whole.
+        """Returns the embeddings of tokens, with noise and scaling."""
+        # A table sharded over its vocabulary is gathered over `fsdp` first; otherwise the
+        # partitioner replicates all of it.
         table_VD = constrain(self.embedding[...].astype(self.config.dtype), vocab_axes(), None)
         x_BSD = constrain(jnp.take(table_VD, input_ids, axis=0), *TOKEN_AXES, None)
         if self.added is not None:
@@ -386,7 +432,7 @@ class Decoder(nnx.Module):
         if noise is not None:
             x_BSD = noise.added(x_BSD)
         if self.config.scale_embeddings:
-            # rounded to the dtype first, as Gemma was trained
+            # The factor is rounded to the dtype first, as Gemma was trained.
             x_BSD = x_BSD * jnp.asarray(self.config.hidden_size**0.5, x_BSD.dtype)
         return x_BSD
 
@@ -397,10 +443,13 @@ class Decoder(nnx.Module):
     def _kinds(
         self, position_ids: Int[Array, "B S"]
     ) -> tuple[Bool[Array, " L"] | None, Callable[[Array | None], tuple[Array | bool, Turns]]]:
-        """Which layers have the window, None where all are alike; and, of one of these, what its
-        layer is called with: whether it has the window, and its rotation.
+        """Returns which layers have the window, and a function that gives the arguments of such a
+        layer.
+
+        The first is None if all layers are alike. The function takes one entry of it, and returns
+        whether the layer has the window, and its rotation.
         """
-        # layers with the window, those without, or both
+        # True for layers with the window, False for those without; one kind or both.
         kinds = sorted(set(self.config.windowed), reverse=True)
         turned = [self._turns(position_ids, windowed=kind) for kind in kinds]
 
@@ -412,16 +461,16 @@ class Decoder(nnx.Module):
         return jnp.array(self.config.windowed) if len(kinds) > 1 else None, of
 
     def _turns(self, position_ids: Array, *, windowed: bool) -> Turns:
-        """The rotation of layers with the window, or of those without."""
+        """Returns the rotation of layers with the window, or of those without."""
         config = self.config
         if windowed and config.local_rope_theta is not None:
             return rotation(position_ids, config.head_width, config.local_rope_theta, None)
         return rotation(position_ids, config.head_width, config.rope_theta, config.rope_scaling)
 
     def lm_head(self) -> Float[Array, "D V"] | Float[Array, "V D"]:
-        """The matrix that turns hidden states into logits, in `config.dtype`.
+        """Returns the matrix that turns hidden states into logits, in `config.dtype`.
 
-        `lm_head_layout` says which way round it lies.
+        `lm_head_layout` is the order of its dimensions.
         """
         matrix = self.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
         matrix = matrix.astype(self.config.dtype)
@@ -433,20 +482,25 @@ class Decoder(nnx.Module):
 
     @property
     def lm_head_layout(self) -> Layout:
-        """A table that is also the head stays as it lies: turned round, it would be copied."""
+        """The dimensions of `lm_head`. A table that is also the head is not transposed, which would
+        copy it.
+        """
         return "vd" if self.config.tie_embeddings else "dv"
 
 
 _PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    # what the fused kernels of attention give
+    # The outputs of the fused attention kernels.
     jax.checkpoint_policies.save_only_these_names("attention"),
 )
 
 
 def check_mesh(config: ModelConfig) -> None:
-    """Raises ConfigError where a sharded dimension of the parameters does not divide over its axis
-    of the mesh in `jax.set_mesh`.
+    """Checks that each sharded dimension of the parameters divides over its axes of the current
+    mesh.
+
+    Raises:
+        ConfigError: One does not.
     """
     if not on_mesh():
         return
@@ -455,11 +509,13 @@ def check_mesh(config: ModelConfig) -> None:
         axes_of(rules()["heads"]),
         config.head_width,
     )
-    # field of the config, its value, by what it is multiplied, over which axes the product lies
+    # field of the config, its value, the factor of it, the mesh axes over which the product is
+    # divided
     sizes = (
         ("hidden_size", config.hidden_size, 1, axes_of(rules()["embed"])),
         ("intermediate_size", config.intermediate_size, 1, axes_of(rules()["mlp"])),
-        # attention has whole heads on a device; fewer key heads than devices are copied
+        # Attention has whole heads on a device; if there are fewer key heads than devices, they are
+        # copied.
         ("num_heads", config.num_heads, 1, head_axes()),
         ("num_heads", config.num_heads, width, heads),
         ("num_kv_heads", config.num_kv_heads, width, heads),
@@ -478,9 +534,10 @@ def check_mesh(config: ModelConfig) -> None:
 
 
 def positions(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    """Place of every slot within its run of equal segment ids, from 0."""
+    """Returns the place of every slot within its run of equal segment ids, from 0."""
     return jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - runs(segment_ids)[0]
 
 
 def param_count(model: nnx.Module) -> int:
+    """Returns the number of parameters of a module."""
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -1,4 +1,4 @@
-"""The FLOPs of a training step, counted from the model and the data.
+"""Counts the FLOPs of a training step from the model and the data.
 
 (XLA's own count is wrong under a scan.)
 
@@ -6,9 +6,9 @@ A product of an m x k and a k x n matrix counts 2·m·k·n; the backward pass co
 pass; recomputation (remat) is not counted, nor are norms, activations and softmax: this is the
 numerator of model FLOPs utilisation, not of hardware utilisation.
 
-A layer with a sliding window of W attends, for the token at place p of its segment, to min(p + 1,
-W) tokens; the half token that the diagonal has too much is left out for all layers alike, so a
-token counts p + 1/2, and W once that is less.
+In a layer with a sliding window of W, the token at place p of its segment attends to min(p + 1, W)
+tokens. The half token that the diagonal has too much is left out for all layers alike, so a token
+counts p + 1/2, and W once that is less.
 """
 # ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
 
@@ -25,8 +25,8 @@ from easypipe.train.model.decoder import ModelConfig
 
 
 def matmul_params(config: ModelConfig) -> int:
-    """Parameters that take part in a matrix product: layers and head, without norms and without the
-    embedding lookup.
+    """Returns the number of parameters in matrix products: layers and head, no norms, no embedding
+    lookup.
     """
     heads = 2 * config.num_heads * config.head_width + 2 * config.num_kv_heads * config.head_width
     layer = config.hidden_size * (heads + 3 * config.intermediate_size)
@@ -34,12 +34,15 @@ def matmul_params(config: ModelConfig) -> int:
 
 
 def flops_per_step(config: ModelConfig, segment_lengths: Iterable[int]) -> int:
-    """Forward and backward FLOPs over packed segments of these lengths (tokens; padding left out),
-    exact as an integer.
+    """Returns the forward and backward FLOPs over packed segments, exact as an integer.
 
-    `6·N·tokens + 6·H·h·Σ_layers Σ attended`, attended being `length²` of a segment, or `W² +
-    2·W·(length - W)` in a layer with a window W that is shorter: a token sees half its segment on
-    average, padding and other segments cost nothing that counts.
+    They are `6·N·tokens + 6·H·h·Σ_layers Σ attended`, attended being `length²` of a segment, or `W²
+    + 2·W·(length - W)` in a layer with a window W that is shorter. A token sees half its segment on
+    average; padding and other segments cost nothing that counts.
+
+    Args:
+        config: The options of the model.
+        segment_lengths: The lengths of the segments in tokens, without padding.
     """
     lengths = [int(length) for length in segment_lengths]
     attended = sum(_attended(length, window) for window in windows(config) for length in lengths)
@@ -50,33 +53,30 @@ def flops_per_step(config: ModelConfig, segment_lengths: Iterable[int]) -> int:
 
 
 def flops_from_sums(config: ModelConfig, num_tokens: float, attended: float) -> float:
-    """`flops_per_step` from the two numbers that `segment_sums` gives, which add up over
-    micro-batches and steps.
-    """
+    """Returns `flops_per_step` from the two numbers of `segment_sums`, which add up over steps."""
     return 6.0 * matmul_params(config) * num_tokens + float(_attention(config)) * attended
 
 
 def adapter_flops(config: ModelConfig, adapter_params: int) -> int:
-    """What adapters add to the FLOPs of a token, usually less than nothing: `6·adapter_params -
-    2·N`.
+    """Returns what adapters add to the FLOPs of a token, usually less than nothing.
 
-    A frozen matrix passes a gradient through itself and has none of its own: 4 FLOPs a parameter
-    and token in place of 6.
+    It is `6·adapter_params - 2·N`: a frozen matrix passes a gradient through itself and has none of
+    its own, 4 FLOPs per parameter and token in place of 6.
     """
     return 6 * adapter_params - 2 * matmul_params(config)
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """The sliding window of each layer, None for those that have none."""
+    """Returns the sliding window of each layer, None for those that have none."""
     return [config.sliding_window if windowed else None for windowed in config.windowed]
 
 
 def palm_flops_per_step(config: ModelConfig, num_slots: int, seq_length: int) -> int:
-    """The PaLM convention, `(6·N + 12·L·H·h·S)` a slot: padding counts, segments and the causal
-    mask do not. A layer with a window W has min(S, W) in place of S; PaLM had none.
+    """Returns the FLOPs of a step in the PaLM convention, `(6·N + 12·L·H·h·S)` a slot.
 
-    Chowdhery et al., PaLM, 2022, appendix B. N is `matmul_params`. It is what most papers print,
-    and higher than `flops_per_step`.
+    Padding counts, segments and the causal mask do not. A layer with a window W has min(S, W) in
+    place of S; PaLM had none. Chowdhery et al., PaLM, 2022, appendix B. N is `matmul_params`. It is
+    what most papers print, and higher than `flops_per_step`.
     """
     seen = sum(
         seq_length if window is None else min(seq_length, window) for window in windows(config)
@@ -91,11 +91,11 @@ def segment_sums(
     position_ids: Int[Array, "B S"],
     windows: Sequence[int | None] = (None,),
 ) -> tuple[Int[Array, ""], Float[Array, ""]]:
-    """`(tokens, attended)` of the segments of a batch, on device: int32 and float32 (rounded to
-    1e-7 of itself above 2^24).
+    """Returns `(tokens, attended)` of the segments of a batch, on device.
 
-    attended: Σ length², the mean over layers whose `windows` cut it off. The odd numbers 1, 3, ...
-    2n-1 sum to n², so positions, which restart at 0 in each segment, are all it takes.
+    tokens is int32. attended is float32 (rounded to 1e-7 of itself above 2^24): Σ length², the mean
+    over layers whose `windows` cut it off. The odd numbers 1, 3, ... 2n-1 sum to n², so it follows
+    from positions, which restart at 0 in each segment.
     """
     is_token, seen = segment_ids > 0, 2.0 * position_ids + 1.0
     attended = jnp.zeros((), jnp.float32)
@@ -106,6 +106,7 @@ def segment_sums(
 
 
 def _attended(length: int, window: int | None) -> int:
+    """Returns the `attended` of one segment in one layer."""
     return (
         length * length
         if window is None or length <= window
@@ -114,4 +115,5 @@ def _attended(length: int, window: int | None) -> int:
 
 
 def _attention(config: ModelConfig) -> int:
+    """Returns 6·L·H·h, the factor of the mean `attended`."""
     return 6 * config.num_layers * config.num_heads * config.head_width

@@ -1,6 +1,6 @@
-"""Text by a model: tokens drawn one after the other, over a cache of keys and values.
+"""Text generation: samples tokens one after the other, over a cache of keys and values.
 
-Prompts are read a piece at a time into the cache, then each step reads one token of every row. All
+Prompts are read into the cache a piece at a time, then each step reads one token of every row. All
 shapes are fixed, so that two programs serve every call of one size.
 """
 
@@ -26,12 +26,12 @@ from easypipe.train.model.config import ModelConfig
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.pretrained.files import as_tokens
 
-PIECE = 128  # tokens of prompts that are read at once, and a multiple of the slots of a cache
-STEPS = 32  # tokens that are drawn on the device before the host looks at them
+PIECE = 128  # tokens of prompts that are read at once; the slots of a cache are a multiple of it
+STEPS = 32  # tokens that are sampled on the device before the host looks at them
 
 
 class Decodes(Protocol):
-    """A tokenizer, for the text of stop strings."""
+    """A tokenizer that can write tokens as text, for stop strings."""
 
     def decode(self, ids: Sequence[int], /) -> str: ...
 
@@ -52,32 +52,33 @@ def generate(
     attention_mask: ArrayLike | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
-    """The tokens that `model` adds to each of `prompts`, without the prompt.
+    """Returns the tokens that `model` adds to each of `prompts`, without the prompt.
 
-    Row r draws from `seed` and r alone, so its text does not depend on the other prompts of the
-    call.
+    Row r is sampled from `seed` and r alone, so its text does not depend on the other prompts of
+    the call.
 
     Args:
+        model: The model.
         prompts: Token ids, rows of any lengths.
-        max_new_tokens: At most so many for each row.
+        max_new_tokens: The most new tokens of a row.
         temperature: 0 takes the likeliest token every time; otherwise logits are divided by it.
-        top_k: Only the k likeliest are drawn from (and any that tie with the last of them).
-        top_p: Only the likeliest, as many as it takes to have that share of the odds together
-            (Holtzman et al., 2020), after temperature and top_k.
-        min_p: Only tokens with at least this share of the odds of the likeliest (Nguyen et al.,
-            2024), after the others.
-        repetition_penalty: Logits of tokens that stand in the row, prompt included, are divided by
-            it where they are positive and multiplied where not (Keskar et al., 2019); 1 for none.
+        top_k: Sample only from the k likeliest tokens (and any that tie with the last of them).
+        top_p: Sample only from the likeliest tokens that together reach this probability (Holtzman
+            et al., 2020), after temperature and top_k.
+        min_p: Sample only tokens with at least this share of the probability of the likeliest
+            (Nguyen et al., 2024), after the others.
+        repetition_penalty: Logits of tokens that are in the row, prompt included, are divided by it
+            if positive and multiplied by it if not (Keskar et al., 2019); 1 for none.
         eos_token_id: A row ends before this token, or the first of these.
         stop: A row ends with the token that completes one of these texts.
         tokenizer: Writes tokens as text, for `stop`.
-        attention_mask: [B, S] for prompts that are padded to one length: tokens where it is 0 are
+        attention_mask: [B, S] for prompts that are padded to one length; tokens where it is 0 are
             left out.
-        seed: Of what is drawn.
+        seed: The seed of the sampling.
 
     Raises:
-        ConfigError: An empty prompt, a token outside the vocabulary, or an option out of its range
-            or without effect.
+        ConfigError: A prompt is empty, a token is outside the vocabulary, or an option is out of
+            range or without effect.
     """
     if attention_mask is not None:
         prompts = _unpadded(prompts, np.asarray(attention_mask))
@@ -116,8 +117,10 @@ def generate(
 def _stopped(
     row: Sequence[int], fresh: int, stops: Sequence[str], tokenizer: Decodes | None
 ) -> int | None:
-    """How many tokens of `row` there are up to the end of the first stop string; None: it has none.
-    Nothing ended before the last `fresh` tokens.
+    """Returns the number of tokens of `row` up to the end of the first stop string; None without
+    one.
+
+    No stop string ended before the last `fresh` tokens.
     """
     if tokenizer is None or not stops:
         return None
@@ -129,7 +132,9 @@ def _stopped(
 
 
 def cache_bytes(config: ModelConfig, rows: int, tokens: int) -> int:
-    """Bytes of keys and values for `rows` of so many tokens each, prompts and new ones together."""
+    """Returns the bytes of the cache for `rows` of so many tokens each, prompts and new ones
+    together.
+    """
     cache = jax.eval_shape(functools.partial(KVCache.empty, config, rows, _slots(tokens)))
     return sum(array.size * array.dtype.itemsize for array in cache)
 
@@ -139,7 +144,7 @@ def _slots(tokens: int) -> int:
 
 
 class Sampling(NamedTuple):
-    """How a token is chosen; see `generate`."""
+    """How a token is chosen; see `generate` for the options."""
 
     temperature: float
     top_k: int | None
@@ -148,7 +153,7 @@ class Sampling(NamedTuple):
     repetition_penalty: float
 
     def drawn(self, seed: int, ends: Collection[int]) -> Drawn:
-        """The same as arrays, where it has an effect."""
+        """Returns the options that have an effect, as arrays."""
         values = (
             (self.temperature, 0),
             (self.top_p or 1.0, 1),
@@ -160,6 +165,11 @@ class Sampling(NamedTuple):
         return Drawn(jax.random.key(seed), ended_by, *options)
 
     def check(self, vocab: int) -> None:
+        """Checks the ranges of the options.
+
+        Raises:
+            ConfigError: An option is out of range, or has no effect.
+        """
         temperature, top_k, top_p, min_p, repetition_penalty = self
         ranges = (
             (
@@ -205,20 +215,24 @@ class Sampling(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a program takes beside the rows: None is an option that is off, for which no code is
-    compiled. `ends` are the tokens that end a row.
+    """The arguments of a compiled program beside the rows.
+
+    An option that is off is None, and no code is compiled for it. `ends` are the tokens that end a
+    row.
     """
 
     key: Array
     ends: Array
-    temperature: Array | None  # None: the likeliest
+    temperature: Array | None  # None: take the likeliest token
     top_p: Array | None
     min_p: Array | None
     repetition_penalty: Array | None
 
 
 class _Rows(NamedTuple):
-    """Rows between two calls: what was read, and the token of each that is read next."""
+    """The state of the rows between two calls: what was read, and each row's token that is read
+    next.
+    """
 
     cache: KVCache
     last: Array  # Int32[B]
@@ -234,8 +248,10 @@ def _written(
     max_new_tokens: int,
     top_k: int | None,
 ) -> Iterator[NDArray[np.int32]]:
-    """New tokens of all rows, Int32[B, at most STEPS] at a time; behind its end a row goes on with
-    tokens that mean nothing. Ends when all rows have.
+    """Yields the new tokens of all rows, Int32[B, at most STEPS] at a time, until all rows have
+    ended.
+
+    After its end a row goes on with tokens that mean nothing.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest, count = int(lengths.max()), len(prompts)
@@ -244,7 +260,7 @@ def _written(
         row[: len(prompt)] = prompt
     graph, state = nnx.split(model)
     cache = _empty(model.config, count, _slots(longest + max_new_tokens))
-    # The last token of each prompt is read by the first step.
+    # The first step reads the last token of each prompt.
     for start in range(0, longest - 1, PIECE):
         cache = _read(graph, state, tokens[:, start : start + PIECE], jnp.int32(start), cache)
     seen = None
@@ -263,7 +279,7 @@ def _written(
 
 
 def _mesh_of(model: Decoder) -> AbstractContextManager[object]:
-    """Where the model lies, so that its cache is divided as its heads are."""
+    """Sets the mesh of the model, so that its cache is divided as its heads are."""
     lies = model.embedding[...].sharding
     mesh = lies.mesh if isinstance(lies, NamedSharding) else None
     return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext()
@@ -278,8 +294,9 @@ def _empty(config: ModelConfig, rows: int, slots: int) -> KVCache:
 def _read(
     graph: nnx.GraphDef, state: nnx.State, tokens: Array, start: Array, cache: KVCache
 ) -> KVCache:
-    """`cache` with a piece of the prompts, Int32[B, T] from place `start` on. Slots behind a row's
-    prompt are written too; its new tokens write them again before they are seen.
+    """Returns `cache` with a piece of the prompts, Int32[B, T] from place `start` on.
+
+    Slots after a row's prompt are written too; its new tokens overwrite them before they are seen.
     """
     places = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
     return nnx.merge(graph, state).extend(tokens, places, cache)[1]
@@ -294,8 +311,19 @@ def _write(
     steps: tuple[Array, Array],
     top_k: int | None,
 ) -> tuple[Array, _Rows]:
-    """New tokens, Int32[B, STEPS] of which the first `steps[1]` count, where `steps[0]` were drawn
-    before; and the rows behind them.
+    """Samples the next tokens of all rows.
+
+    Args:
+        graph: The model without its arrays.
+        state: The arrays of the model.
+        rows: The state of the rows.
+        drawn: The options of sampling.
+        steps: How many tokens were sampled before, and how many to sample now.
+        top_k: The number of tokens to sample from.
+
+    Returns:
+        The new tokens, Int32[B, STEPS], of which the first `steps[1]` count; and the state of the
+        rows after them.
     """
     model = nnx.merge(graph, state)
     count = rows.last.shape[0]
@@ -323,7 +351,7 @@ def _write(
 def _choice(
     logits: Array, keys: Array, seen: Array | None, drawn: Drawn, top_k: int | None
 ) -> Array:
-    """One token for each row of `logits`, Float32[B, V]: Int32[B]."""
+    """Chooses one token for each row of `logits`, Float32[B, V]: Int32[B]."""
     if seen is not None and drawn.repetition_penalty is not None:
         penalty = drawn.repetition_penalty
         weaker = jnp.where(logits > 0, logits / penalty, logits * penalty)
@@ -343,7 +371,9 @@ def _choice(
 
 
 def _nucleus(logits: Array, top_p: Array) -> Array:
-    """`logits`, [B, V], without those whose likelier ones have `top_p` of the odds already."""
+    """Masks the logits, [B, V], of tokens whose likelier ones already have a probability of
+    `top_p`.
+    """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     odds = jax.nn.softmax(ordered, axis=-1)
     kept = jnp.cumsum(odds, axis=-1) - odds < top_p
@@ -354,6 +384,11 @@ def _nucleus(logits: Array, top_p: Array) -> Array:
 def _unpadded(
     prompts: Sequence[Sequence[int]] | NDArray[np.integer], mask: NDArray[np.generic]
 ) -> list[list[int]]:
+    """Returns the prompts without the tokens that the mask leaves out.
+
+    Raises:
+        ConfigError: The mask has another shape than the prompts.
+    """
     lengths = sorted({len(prompt) for prompt in prompts})
     require(
         (len(prompts), *lengths) == mask.shape,
@@ -367,6 +402,11 @@ def _unpadded(
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]] | NDArray[np.integer], vocab: int) -> None:
+    """Checks that there are prompts, that none is empty, and that tokens are in the vocabulary.
+
+    Raises:
+        ConfigError: Something of that does not hold.
+    """
     require(len(prompts) > 0, "prompts", "no prompt", "Give at least one list of token ids.")
     for index, prompt in enumerate(prompts):
         require(

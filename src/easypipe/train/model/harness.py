@@ -1,7 +1,7 @@
-"""A model as lm-eval asks it: how likely texts are to it, and what it writes up to a stop.
+"""The interface of lm-eval to a model: log-likelihoods of texts, and generation up to a stop.
 
-The rules of tokens, windows and batches are those of lm-eval's own `hf` model, whose scores these
-are.
+The rules of tokens, windows and batches are those of lm-eval's own `hf` model, so that the scores
+are the same.
 
 B rows of a batch · S tokens of a row · C of them that are scored · V vocabulary
 """
@@ -36,33 +36,40 @@ from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-LOGITS = 2**28  # that exist at one time, at most: a gigabyte
-STEP = 64  # tokens in whose multiples rows are long: few lengths, few programs
-MAX_NEW_TOKENS = 256  # where a task says nothing
-UNKNOWN_LENGTH = 2048  # of a model that does not say how many tokens it sees
-# what tasks call the options of `generate`
+LOGITS = 2**28  # most logits that exist at one time: a gigabyte
+STEP = 64  # row lengths are multiples of it: few lengths, few programs
+MAX_NEW_TOKENS = 256  # if a task gives none
+UNKNOWN_LENGTH = 2048  # max_length of a model that names none
+# The names by which tasks give the options of `generate`.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class Request(Protocol):
-    """What lm-eval asks: a text and its continuation; a text; or a text and options."""
+    """A request of lm-eval: a text and its continuation, a text alone, or a text and options."""
 
     @property
     def args(self) -> tuple[Any, ...]: ...
 
 
 class Scored(NamedTuple):
-    log_prob: float  # of all tokens of the continuation, in nats
-    is_greedy: bool  # whether each is the likeliest
+    """The score of a continuation."""
+
+    log_prob: float  # the sum over its tokens, in nats
+    is_greedy: bool  # whether each token is the likeliest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A model with what it is asked by.
+    """A model and what is needed to evaluate it.
 
-    ends: tokens that end what it writes, besides the tokenizer's EOS. chat_template: None for the
-    tokenizer's own. max_length: tokens that it sees, at most. batch_size: rows at once, at most.
+    Attributes:
+        model: The model.
+        tokenizer: The tokenizer of the model.
+        ends: Tokens that end a generated text, besides the tokenizer's EOS.
+        chat_template: The chat template; None for the tokenizer's own.
+        max_length: The most tokens that the model sees.
+        batch_size: The most rows of a batch.
     """
 
     model: Decoder
@@ -74,10 +81,13 @@ class Asked:
 
 
 class HarnessModel:
-    """The methods of lm_eval.api.model.LM; `as_lm` makes one of it."""
+    """The methods of lm_eval.api.model.LM; `as_lm` makes a subclass of both.
+
+    Raises:
+        ConfigError: The tokenizer has neither BOS nor EOS.
+    """
 
     def __init__(self, asked: Asked) -> None:
-        """Raises ConfigError for a tokenizer without BOS and EOS."""
         tokenizer = asked.tokenizer
         found = [n for n in (tokenizer.bos_token_id, tokenizer.eos_token_id) if n is not None]
         require(
@@ -96,19 +106,21 @@ class HarnessModel:
     def loglikelihood(
         self, requests: Sequence[Request], disable_tqdm: bool = False
     ) -> list[Scored]:
-        """Of each continuation behind its text."""
+        """Scores each continuation after its text."""
         return self._scored([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(
         self, requests: Sequence[Request], disable_tqdm: bool = False
     ) -> list[float]:
-        """Of each whole text, a window behind the other where it is longer than one."""
+        """Returns the log-likelihood of each text, which is split into windows if it is longer than
+        one.
+        """
         windows = [list(self._windows(self._encoded(*request.args))) for request in requests]
         scores = iter(self._scored([*itertools.chain(*windows)]))
         return [math.fsum(next(scores).log_prob for _ in own) for own in windows]
 
     def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes behind each text, up to the first stop."""
+        """Returns what the model writes after each text, up to the first stop."""
         alike: dict[str, list[int]] = defaultdict(list)
         for i, request in enumerate(requests):
             alike[json.dumps(request.args[1], sort_keys=True)].append(i)
@@ -125,7 +137,9 @@ class HarnessModel:
     def apply_chat_template(
         self, chat_history: list[Json], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text, which opens an answer, or ends within the last message."""
+        """Returns a conversation as text that opens an answer, or that ends with the last
+        message.
+        """
         rows = [{"messages": chat_history, "tools": None}]
         if add_generation_prompt:
             (found,) = self._template.prompts(rows)
@@ -150,16 +164,21 @@ class HarnessModel:
         return template
 
     def _encoded(self, text: str) -> list[int]:
-        """Tokens of a text, with those that the tokenizer adds, unless the text has them."""
+        """Returns the tokens of a text, with those that the tokenizer adds unless the text begins
+        with them.
+        """
         if text.startswith(self.asked.tokenizer.decode([self.prefix])):
             return self._bare(text)
         return self.asked.tokenizer.reference_encode(text, whole=True)
 
     def _bare(self, text: str) -> list[int]:
+        """Returns the tokens of a text without added ones."""
         return next(iter(self.asked.tokenizer.encode_with_characters([text])))[0]
 
     def _pair(self, text: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both, cut where the text ends; spaces at its end are the continuation's."""
+        """Returns the tokens of text and continuation; spaces at the end of the text count to the
+        latter.
+        """
         if text == "":
             ids = self._bare(continuation)
             own = ids[0] == self.prefix
@@ -169,7 +188,9 @@ class HarnessModel:
         return before, self._encoded(text + continuation)[len(before) :]
 
     def _windows(self, ids: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Each token once, behind as many as fit."""
+        """Yields (context, scored tokens), each token scored once, after as much context as
+        fits.
+        """
         length = self.asked.max_length
         if ids:
             yield [self.prefix], ids[:length]
@@ -178,8 +199,12 @@ class HarnessModel:
             yield ids[end - length - 1 : begin], ids[begin:end]
 
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
-        """Of each (tokens before, tokens that are scored). Pairs that differ in the last token
-        alone are read once.
+        """Scores pairs of (context tokens, scored tokens).
+
+        Pairs that differ in the last token alone are read once.
+
+        Raises:
+            ConfigError: A continuation is longer than the model sees.
         """
         length = self.asked.max_length
         same: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
@@ -205,6 +230,7 @@ class HarnessModel:
     def _batches(
         self, rows: list[tuple[tuple[int, ...], int]]
     ) -> Iterator[list[tuple[tuple[int, ...], int]]]:
+        """Yields batches of rows with about as many scored tokens, longest first."""
         rows.sort(key=lambda row: (-_wide(row[1]), -len(row[0]), row[0]))
         vocab = self.asked.model.config.vocabulary
         for wide, alike in itertools.groupby(rows, key=lambda row: _wide(row[1])):
@@ -215,10 +241,13 @@ class HarnessModel:
     def _read(
         self, rows: Sequence[tuple[tuple[int, ...], int]]
     ) -> Iterator[tuple[Float[np.ndarray, " C"], Bool[np.ndarray, " C"], Float[np.ndarray, " V"]]]:
-        """Of each row: the log-probabilities of the tokens that are scored but the last, whether
-        each was the likeliest, and those of all tokens in the place of the last.
+        """Yields the results of each row.
+
+        Yields:
+            The log-probabilities of the scored tokens except the last, whether each was the
+            likeliest, and the log-probabilities of all tokens in the place of the last.
         """
-        count = 1 << (len(rows) - 1).bit_length()  # rows of few batches are filled up
+        count = 1 << (len(rows) - 1).bit_length()  # a power of two, for few programs
         width = -(-max(len(ids) for ids, _ in rows) // STEP) * STEP
         tokens, lengths = np.zeros((count, width), np.int32), np.ones(count, np.int32)
         for r, (ids, _) in enumerate(rows):
@@ -231,6 +260,11 @@ class HarnessModel:
             yield inner[r, : scored - 1], hits[r, : scored - 1], last[r]
 
     def _written(self, prompts: list[list[int]], options: JsonObject) -> list[str]:
+        """Generates the texts of prompts that have the same options.
+
+        Raises:
+            ConfigError: The new tokens leave no room for a prompt.
+        """
         until = options.pop("until", [])
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
         given = [options.pop(name) for name in _LENGTHS if name in options]
@@ -258,6 +292,11 @@ class HarnessModel:
 
 
 def _taken(text: str | Refused) -> str:
+    """Returns a rendered text.
+
+    Raises:
+        ConfigError: The chat template refused the conversation.
+    """
     if isinstance(text, Refused):
         raise ConfigError(
             at="chat_template",
@@ -268,7 +307,11 @@ def _taken(text: str | Refused) -> str:
 
 
 def _sampling(options: JsonObject) -> Arguments:
-    """Options of `generate`. Raises ConfigError for one that it does not have."""
+    """Returns the options of `generate` from those of a task.
+
+    Raises:
+        ConfigError: `generate` has no such option.
+    """
     known = sorted({"do_sample", "temperature", *_SAMPLING})
     for name in options:
         require_known(name, known, f"generation_kwargs.{name}", "is no option of generate")
@@ -282,7 +325,7 @@ def _sampling(options: JsonObject) -> Arguments:
 
 
 def _wide(scored: int) -> int:
-    """Places that are read of a row of which so many tokens are scored: a power of 4."""
+    """Returns how many places of a row are read if so many tokens are scored: a power of 4."""
     return 4 ** math.ceil(math.log(scored, 4)) if scored > 1 else 1
 
 
@@ -294,8 +337,11 @@ def _log_probs(
     tokens: Int[Array, "B S"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B C-1"], Bool[Array, "B C-1"], Float[Array, "B V"]]:
-    """The last `wide` places of each row, from its end: log-probabilities of the tokens behind all
-    but the last, whether each is the likeliest, and of all tokens behind the last.
+    """Reads the last `wide` places of each row, counted from its end.
+
+    Returns:
+        For all but the last place, the log-probability of the next token, and whether it is the
+        likeliest; for the last place, the log-probabilities of all next tokens.
     """
     model = nnx.merge(graph, state)
     places = lengths[:, None] - 1 - jnp.arange(wide)
@@ -308,15 +354,21 @@ def _log_probs(
 
 
 def check_needed() -> None:
-    """Raises ConfigError where lm-eval is not installed."""
+    """Checks that lm-eval is installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
     fix = "pip install 'easypipe[eval]'"
     with raising(ConfigError, "lm_eval", "needs the package lm-eval", fix, ImportError):
         import lm_eval  # noqa: F401  # pyright: ignore[reportMissingImports]
 
 
 def as_lm(asked: Asked) -> Any:
-    """What `lm_eval.simple_evaluate(model=...)` takes. Raises ConfigError where lm-eval is not
-    installed.
+    """Returns the model as `lm_eval.simple_evaluate(model=...)` takes it.
+
+    Raises:
+        ConfigError: lm-eval is not installed.
     """
     check_needed()
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
@@ -330,12 +382,12 @@ def as_lm(asked: Asked) -> Any:
 def scores(
     config: LmEvalConfig, model: Decoder, tokenizer: str, seen: Seen
 ) -> dict[str, JsonObject]:
-    """What lm-eval measures of a model, by task.
+    """Returns the results of lm-eval for a model, by task.
 
     Args:
         config: The tasks.
-        model: What is asked.
-        tokenizer: Name or path of the one that made its tokens.
+        model: The model that is evaluated.
+        tokenizer: The name or path of the model's tokenizer.
         seen: How its conversations were written, what ended them, how long rows were.
 
     Raises:
@@ -371,5 +423,6 @@ def scores(
 
 
 def _length(model: Decoder, seen: Seen) -> int:
+    """Returns how many tokens a model sees: as published, or the longest row of the run."""
     published = json.loads(model.hf_config or "{}").get("max_position_embeddings")
     return max(published or 0, seen.max_length or 0) or UNKNOWN_LENGTH

@@ -1,4 +1,4 @@
-"""Low-rank adapters in the place of a module's projections, and back.
+"""Low-rank adapters: adds them to a module's projections, and merges them back.
 
 I inputs of a projection · O outputs · r rank; projections that are stacked for a scan over layers
 have one dimension more in front.
@@ -25,23 +25,22 @@ from easypipe.train.model.pretrained.families import PROJECTIONS
 
 Module = TypeVar("Module", bound=nnx.Module)
 _ADAPTER = ("lora_a", "lora_b", "lora")
-# projections of the decoder that are never called
+# Projections of the decoder that are never called, and why.
 _UNCALLED = {"head": "its matrix goes into the loss whole"}
 
 
 class LoraLinear(nnx.Linear):
-    """A projection that was there, and its adapter: `x·W + bias + scale·(x·A)·B`, in the dtype of
-    the projection.
+    """A projection with an adapter: `x·W + bias + scale·(x·A)·B`, in the dtype of the projection.
 
-    Its arrays keep their names; `lora_a` Float32[..., I, r] and `lora_b` Float32[..., r, O] are
-    nnx.LoRAParam, laid out as W's own dimensions are.
+    The arrays of the projection keep their names; `lora_a` Float32[..., I, r] and `lora_b`
+    Float32[..., r, O] are nnx.LoRAParam, sharded as W's own dimensions are.
     """
 
     def __init__(self, linear: nnx.Linear, config: LoraConfig, key: Array) -> None:
         _take(self, linear)
         *stacked, inputs, outputs = self.kernel.shape
         *in_front, input_axis, output_axis = _labels(self.kernel)
-        bound = inputs**-0.5  # what PEFT draws: Kaiming's uniform with a = sqrt(5)
+        bound = inputs**-0.5  # as in PEFT: Kaiming's uniform with a = sqrt(5)
         first = jax.random.uniform(key, (*stacked, inputs, config.rank), jnp.float32, -bound, bound)
         self.lora_a = _adapter(first, (*in_front, input_axis, None))
         self.lora_b = _adapter(
@@ -59,11 +58,19 @@ class LoraLinear(nnx.Linear):
 
 
 def add_lora(module: Module, config: LoraConfig, seed: int) -> Module:
-    """`module` itself, its `config.targets` replaced by LoraLinear; first values depend on `seed`
-    and the projection's name alone.
+    """Replaces the projections that `config.targets` names in `module` by LoraLinear.
 
-    Raises ConfigError for a target that fits no projection (with their names), and for a rank that
-    a projection cannot have.
+    Args:
+        module: The module, which is changed in place.
+        config: The options of the adapters.
+        seed: The initial values depend on it and the projection's name alone.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ConfigError: A target fits no projection (the message names them all), or a projection is
+            smaller than the rank or has an adapter already.
     """
     found = dict(_projections(module))
     named = {name for name in found if name not in _UNCALLED}
@@ -102,11 +109,11 @@ def add_lora(module: Module, config: LoraConfig, seed: int) -> Module:
 
 
 def merge_lora(module: Module) -> Module:
-    """A module without adapters that computes the same: every W + scale·A·B, added in float32 and
-    rounded to the dtype of W; and rows of new tokens in the place of those in table and head.
+    """Returns a module without adapters that computes the same.
 
-    `module` is left as it is, and shares all arrays that have no adapter. One without adapters is
-    returned as it is.
+    Every W + scale·A·B is added in float32 and rounded to the dtype of W. Rows of new tokens
+    replace those in table and head. `module` is left as it is, and shares all arrays that have no
+    adapter. A module without adapters is returned as it is.
     """
     if not has_lora(module):
         return module
@@ -118,7 +125,7 @@ def merge_lora(module: Module) -> Module:
         module.added = None
     for _, (parent, key, linear) in list(_projections(module)):
         if isinstance(linear, LoraLinear):
-            plain = nnx.Linear(1, 1, rngs=nnx.Rngs(0))  # a frame: everything in it is replaced
+            plain = nnx.Linear(1, 1, rngs=nnx.Rngs(0))  # everything in it is replaced
             _take(plain, linear, without=_ADAPTER)
             a, b, scale = linear.lora_a[...], linear.lora_b[...], linear.lora.scale
             merged = linear.kernel.replace(_merged(linear.kernel[...], a, b, scale))
@@ -139,16 +146,18 @@ def _merged(
 
 
 def _with(variable: nnx.Param, put: Callable[[Array], Array]) -> nnx.Param:
+    """Returns the parameter with `put` applied to its array."""
     return cast("nnx.Param", variable.replace(put(variable[...])))
 
 
 def has_lora(module: nnx.Module) -> bool:
+    """Whether a module has adapters, or trained rows of new tokens."""
     new = isinstance(module, Decoder) and module.added is not None
     return new or any(isinstance(linear, LoraLinear) for _, (_, _, linear) in _projections(module))
 
 
 def adapters(module: nnx.Module) -> dict[str, LoraLinear]:
-    """Dotted name → projection, of all that have an adapter."""
+    """Returns the projections that have an adapter, by dotted name."""
     return {
         name: linear
         for name, (_, _, linear) in _projections(module)
@@ -157,8 +166,10 @@ def adapters(module: nnx.Module) -> dict[str, LoraLinear]:
 
 
 def fingerprint(arrays: Mapping[str, Array]) -> dict[str, int]:
-    """A number for the bits of every array, the same on every mesh: tells whether adapters belong
-    to these weights.
+    """Returns a number for the bits of every array, by which adapters know the weights they belong
+    to.
+
+    It is the same on every mesh.
     """
     return {name: int(value) for name, value in jax.device_get(_fingerprint(dict(arrays))).items()}
 
@@ -169,12 +180,12 @@ def _fingerprint(arrays: dict[str, Array]) -> dict[str, Array]:
         kind = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
         bits = jax.lax.bitcast_convert_type(array, kind).astype(jnp.uint32)
         place = jnp.uint32(0)
-        # odd factors, one for each place, so that an order is told from another
+        # Each place has an odd factor of its own, so that the order of the numbers matters.
         for dimension in range(bits.ndim):
             place = place * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(
                 jnp.uint32, bits.shape, dimension
             )
-        # integers wrap: the same whatever the order of the sum
+        # Integers wrap, so the order of the sum does not matter.
         return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
 
     return {name: one(array) for name, array in arrays.items()}
@@ -183,7 +194,7 @@ def _fingerprint(arrays: dict[str, Array]) -> dict[str, Array]:
 def _projections(
     module: nnx.Module,
 ) -> Iterator[tuple[str, tuple[nnx.Pytree, Hashable, nnx.Linear]]]:
-    """(dotted name, (owner, its key, projection)) of every nnx.Linear in `module`."""
+    """Yields (dotted name, (owner, its key, projection)) for every nnx.Linear in `module`."""
     owners = {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)}
     for path, node in owners.items():
         if isinstance(node, nnx.Linear) and path:
@@ -198,14 +209,15 @@ def _put(owner: Any, key: Hashable, value: nnx.Module) -> None:  # an owner is a
 
 
 def _take(target: nnx.Module, source: nnx.Module, without: tuple[str, ...] = ()) -> None:
-    """Everything that `source` holds becomes `target`'s."""
-    # a module holds whatever its constructor set
+    """Sets every attribute of `source` on `target`."""
+    # A module holds whatever its constructor set.
     for name, value in vars(source).items():
         if not name.startswith("_pytree__") and name not in without:
             setattr(target, name, value)
 
 
 def _adapter(value: Array, labels: tuple[str | None, ...]) -> nnx.LoRAParam:
+    """Returns the parameter of an adapter, labelled for its sharding if there are labels."""
     return (
         nnx.LoRAParam(value, out_sharding=labels, eager_sharding=False)
         if any(labels)
@@ -219,6 +231,7 @@ def _labels(kernel: nnx.Variable) -> tuple[str | None, ...]:
 
 
 def _no_target(at: str, target: str, named: list[str]) -> ConfigError:
+    """Returns the error of a target that fits no projection."""
     theirs = {their.rpartition(".")[2]: ours for ours, their in PROJECTIONS.items()}
     if target in _UNCALLED:
         return ConfigError(

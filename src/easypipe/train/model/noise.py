@@ -1,4 +1,4 @@
-"""Noise on the embeddings of tokens while a model is trained (NEFTune: Jain et al., 2023).
+"""Noise on the embeddings of tokens during training (NEFTune: Jain et al., 2023).
 
 A micro-batches · B rows · S slots of a row · D width
 """
@@ -18,18 +18,18 @@ from jaxtyping import Float, Int, UInt32
 from easypipe.core.random import fold
 from easypipe.train.parallel.mesh import TOKEN_AXES, constrain
 
-# columns of a batch that is trained on; a batch of an evaluation has none
+# Columns of a training batch; batches of evaluations have none.
 SEEDS, SIZES = "noise_seeds", "noise_sizes"
 
 
 class Noise(NamedTuple):
-    """What is added to the embeddings of a batch."""
+    """The noise that is added to the embeddings of a batch."""
 
-    seeds: UInt32[Array, " B"]  # a row's noise follows from its own
+    seeds: UInt32[Array, " B"]  # one for the noise of each row
     sizes: Float[Array, "B S"]  # the largest noise of a slot, times the root of D; 0 on padding
 
     def added(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """`x`, and in each of its numbers noise drawn evenly from within the size of its slot."""
+        """Returns `x` with uniform noise within the size of each slot added to its numbers."""
         width = x.shape[-1]
 
         def row(seed: Array, sizes: Array) -> Array:
@@ -42,7 +42,7 @@ class Noise(NamedTuple):
 
 
 def noise_of(batch: Mapping[str, Array]) -> Noise | None:
-    """The noise of a batch; None where it has none."""
+    """Returns the noise of a batch; None if it has none."""
     return Noise(batch[SEEDS], batch[SIZES]) if SEEDS in batch else None
 
 
@@ -50,7 +50,7 @@ NoiseOfStep = Callable[[int, Mapping[str, Array]], dict[str, Array]]
 
 
 def noise_columns(alpha: float, seed: int) -> NoiseOfStep:
-    """Makes the columns of `noise_of` for the batch of a step, compiled.
+    """Returns a compiled function that makes the columns of `noise_of` for the batch of a step.
 
     The noise of a row follows from `seed`, the step and the row's number in the batch, whatever
     micro-batches it is cut into. Its size is `alpha / sqrt(L·D)`, L being the tokens of the
@@ -75,7 +75,7 @@ def noise_columns(alpha: float, seed: int) -> NoiseOfStep:
 
 
 def abstract_columns(ids: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
-    """The columns of `noise_columns` for a batch of such tokens, without making them."""
+    """Returns the abstract columns of `noise_columns` for a batch of such tokens."""
     assert isinstance(ids.sharding, NamedSharding)
     *rows, _ = ids.sharding.spec
     of_rows = NamedSharding(ids.sharding.mesh, PartitionSpec(*rows))
@@ -86,7 +86,7 @@ def abstract_columns(ids: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruc
 
 
 def _lengths(segments: Int[Array, "*rows S"]) -> Int[Array, "*rows S"]:
-    """How many tokens the document of each slot has."""
+    """Returns the number of tokens of each slot's document."""
 
     def row(ids: Array) -> Array:
         return jnp.zeros(len(ids) + 1, jnp.int32).at[ids].add(1)[ids]

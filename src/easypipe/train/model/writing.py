@@ -1,4 +1,4 @@
-"""What a model writes behind prompts, and how it answers conversations by its chat template."""
+"""Writes texts with a model: after prompts, and in answer to conversations by its chat template."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from easypipe.transforms.prompt.formats import ChatFormat
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
-SHOWN = 60  # characters of a text that an error repeats
+SHOWN = 60  # characters of a text that an error shows
 
 
 class Loaded(NamedTuple):
-    """A model, the name of its tokenizer, and what it has seen."""
+    """A model, the name of its tokenizer, and what it saw of its data."""
 
     decoder: Decoder
     tokenizer: str
@@ -31,9 +31,14 @@ class Loaded(NamedTuple):
 
 
 class Writer:
-    """A model with what it writes by. options: of easypipe.generate.
+    """A model with its tokenizer and the options by which it writes.
 
-    decoder: may be taken away and put in again, while another one is in training.
+    Args:
+        loaded: The model.
+        options: Options of easypipe.generate.
+
+    Attributes:
+        decoder: The model. It may be removed and set again, while its arrays are being trained.
     """
 
     def __init__(self, loaded: Loaded, options: Arguments) -> None:
@@ -43,11 +48,13 @@ class Writer:
         self._tokenizer, self._options = tokenizer, options
         self._ends = ends if own is None else (*ends, own)
         self._given = loaded.seen.chat_template  # None: the tokenizer's own
-        # in the place of an empty prompt: what documents begin with, or what stands before them
+        # Stands in for an empty prompt: what documents begin with, or what ends the one before.
         self._begin = [next((one for one in (begin, own) if one is not None), 0)]
 
     def written(self, prompts: Sequence[str], *, whole: bool) -> list[str]:
-        """What the model writes behind each prompt, behind the prompt itself where `whole`."""
+        """Returns what the model writes after each prompt; `whole` puts the prompt in front of
+        it.
+        """
         assert self.decoder is not None
         ids = [self._tokenizer.reference_encode(prompt) or self._begin for prompt in prompts]
         lines = generate(
@@ -67,8 +74,13 @@ class Writer:
         return texts
 
     def opened(self, conversations: Sequence[tuple[str, Json]]) -> list[str]:
-        """Prompts that open an answer to each conversation, by the chat template; with the places
-        of the conversations, for errors.
+        """Returns the prompts that open an answer to each conversation, by the chat template.
+
+        Args:
+            conversations: Pairs of the place of a conversation, for errors, and the conversation.
+
+        Raises:
+            SourceError: The chat template refuses a conversation.
         """
         config = PromptConfig(input_columns=["messages"])
         reader = ChatFormat(config, self._template, refuse=())
@@ -96,7 +108,9 @@ class Writer:
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        """Its turns end what the model writes, too."""
+        """The chat template; reading it also adds the tokens that end its turns to those that end a
+        text.
+        """
         template = load_chat_template(
             self._tokenizer, chat_template=self._given, train_on="assistant", date=None
         )
