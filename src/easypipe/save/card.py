@@ -188,9 +188,7 @@ def _loading(parts: Sequence[CardPart], load_from: str) -> str:
 
 
 def public_name(tokenizer: str) -> str:
-    """Returns a tokenizer's name as it may be published: an id stays, of a folder only its last
-    part.
-    """
+    """Returns a tokenizer's name as it may be published: of a folder only the last part."""
     local = tokenizer.startswith(("/", "~", ".")) or "\\" in tokenizer or tokenizer.count("/") > 1
     return tokenizer.rstrip("/\\").replace("\\", "/").rpartition("/")[2] if local else tokenizer
 

@@ -195,8 +195,7 @@ def open_run(
     before: str | None = None,
     storage_options: StorageOptions = None,
 ) -> Run:
-    """Finds out what the folder holds for `fingerprint`: nothing, its earlier claim, or its
-    complete run.
+    """Finds out what a folder holds for `fingerprint`: nothing, its claim, or its complete run.
 
     Changes nothing. Files that no run wrote are never removed.
 

@@ -198,7 +198,7 @@ def _compressor(codec: str) -> Callable[[memoryview], Any]:
 
 
 def _entries(values: Any) -> int:
-    """Returns the entries of a dictionary 0, 1, 2, ... of the values; 0 where plain values are
+    """Returns the size of a dictionary 0, 1, 2, ... of the values; 0 if plain ones are
     better.
     """
     if values.type not in (pa.uint8(), pa.uint16()) or len(values) == values.null_count:
@@ -245,9 +245,7 @@ def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, i
 
 
 def _repetition(entries: Int64) -> tuple[Int64, UInt8]:
-    """Returns (lengths, levels) of two runs for each list: its first entry, and those that
-    follow.
-    """
+    """Returns (lengths, levels) of two runs for each list: its first entry, and the others."""
     twice = np.empty((len(entries), 2), np.int64)
     twice[:, 0], twice[:, 1] = 1, entries - 1
     return twice.ravel(), np.tile(np.array([0, 1], np.uint8), len(entries))
@@ -337,9 +335,7 @@ def _dictionary_page(entries: int) -> tuple[int, int, _Struct]:
 
 
 def _template(schema: pa.Schema) -> tuple[dict[int, tuple[int, bytes]], list[str]]:
-    """Returns (the footer fields of a file without rows, the path of each column), by
-    pyarrow.
-    """
+    """Returns (the footer of a file without rows, by fields; the path of each column)."""
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, schema, use_dictionary=False, write_statistics=False):
         pass

@@ -124,6 +124,7 @@ class SavedManifest:
         return tuple(itertools.accumulate(rows, initial=0))
 
     def to_json(self) -> JsonObject:
+        """Returns the manifest as it is written."""
         return {
             "format_version": FORMAT_VERSION,
             "fingerprint": self.fingerprint,

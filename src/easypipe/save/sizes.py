@@ -180,9 +180,7 @@ def batches(source: ShardedSource, start: int, stop: int) -> Iterator[Scan]:
 def _pieces(
     shards: Sequence[Shard], start: int, stop: int, step: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (first row of the source, shard, first row in it, end) for at most `step` rows
-    each.
-    """
+    """Yields (first row of the source, shard, first row in it, end), `step` rows at a time."""
     base = 0
     for shard, rows in enumerate(each.num_rows or 0 for each in shards):
         last = min(stop - base, rows)
@@ -219,9 +217,7 @@ def _blocks(
 
 
 def row_bytes(batch: pa.RecordBatch) -> NDArray[np.float64]:
-    """Returns the bytes of each row's values before compression: its share of each column by
-    length.
-    """
+    """Returns the bytes of each row's values before compression, estimated by length."""
     total = np.zeros(batch.num_rows)
     for column in batch.columns:
         weights = np.ones(batch.num_rows)

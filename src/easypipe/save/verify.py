@@ -126,9 +126,7 @@ def _saved_folders(path: str, storage_options: StorageOptions) -> list[str]:
 
 
 def _saved(folder: str, storage_options: StorageOptions) -> Verification:
-    """Verifies a saved folder: its manifest, the bytes of its shards, their rows and
-    tokenizer.
-    """
+    """Verifies a saved folder: its manifest, its shards' bytes and rows, and its tokenizer."""
     path = saved.join(folder, saved.MANIFEST)
     dataset = folder.rstrip("/").rpartition("/")[2]
     try:
@@ -176,9 +174,7 @@ def _saved(folder: str, storage_options: StorageOptions) -> Verification:
 def _saved_rows(
     folder: str, manifest: saved.SavedManifest, storage_options: StorageOptions
 ) -> Iterator[Problem]:
-    """Yields problems with counts and columns of the shards, whose bytes are known to be
-    right.
-    """
+    """Yields problems with counts and columns of shards whose bytes are right."""
     path = saved.join(folder, saved.MANIFEST)
     try:
         source = saved.SavedSource(folder, storage_options)

@@ -226,9 +226,7 @@ def _identities(config: SaveStageConfig, rows: Rows) -> tuple[str, str | None]:
 
 
 def _check_sizes(target: Target, shards: Sequence[SavedShard]) -> None:
-    """Warns where samples misjudged the data. A row that is larger than the limit cannot be
-    cut.
-    """
+    """Warns where samples misjudged the data; a row above the limit cannot be cut."""
     limit = max_bytes_of(target.config) or float("inf")
     above = [
         shard for shard in shards if shard.num_rows > 1 and shard.num_bytes > TOLERANCE * limit

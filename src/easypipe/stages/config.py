@@ -99,6 +99,7 @@ class PipelineConfig:
         return "load.num_epochs: null" if load.num_epochs is None else None
 
     def _problems(self) -> Iterator[ConfigError]:
+        """Yields the errors between the parts of the config."""
         if not self.datasets:
             yield no_datasets()
         names = [dataset.name or f"dataset{i}" for i, dataset in enumerate(self.datasets, start=1)]
@@ -192,9 +193,7 @@ def settings_of(context: PipelineContext) -> PipelineConfig:
 
 
 def tokenizer_config_of(name: str, context: PipelineContext) -> TokenizerConfig | str | None:
-    """Returns the tokenizer that the config names for a dataset: its own, else
-    default_tokenizer.
-    """
+    """Returns the tokenizer that the config names for a dataset: its own, else the default."""
     own = datasets_of(context).get(name)
     return (own and own.tokenizer) or settings_of(context).default_tokenizer
 

@@ -64,9 +64,7 @@ def _options_for(place: str, steps: Steps, context: PipelineContext) -> StorageO
 
 
 def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -> None:
-    """Writes the broken files of a saved folder again, if a save() of this pipeline writes
-    there.
-    """
+    """Writes the broken files of a saved folder again, if a save() stage writes there."""
     folder, files = place_of(found.path), broken_files(found)
     manifest = saved.join(folder, saved.MANIFEST)
     for stage, data in steps:

@@ -45,9 +45,7 @@ class SaveReport:
 
     @property
     def rejected(self) -> dict[str, dict[str, int]]:
-        """For each dataset the rows that became nothing, by reason, whatever stage refused
-        them.
-        """
+        """For each dataset the rows that became nothing, by reason, from all stages."""
         lost: dict[str, Counter[str]] = {}
         for entry in self.ledger.entries:
             if entry.unit == "rows" and entry.stage in ("tokenize", "save"):

@@ -170,9 +170,7 @@ class LoadStage(BaseStage):
 def as_planned(
     name: str, source: ShardedSource, context: PipelineContext, *, stage: str
 ) -> PlannedSource:
-    """Returns the source if a plan gives its rows; else the documents of the dataset as they are
-    drawn.
-    """
+    """Returns the source if a plan gives its rows, else its documents as they are drawn."""
     planned = planned_of(source)
     if planned is not None:
         return planned
@@ -296,9 +294,7 @@ def _lengths_of(cache: TokenCache) -> Iterator[Int32]:
 
 
 def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
-    """Returns the source; if its weights follow the training step, with the number of rows of a
-    step.
-    """
+    """Returns the source, which knows the rows of a step if its weights follow the step."""
     planned = planned_of(source)
     mixture = None if planned is None else planned.mixture.for_load(options)
     if planned is None or mixture is None or mixture is planned.mixture:
@@ -529,9 +525,7 @@ class ForwardDocuments:
         )
 
     def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:
-        """Returns the bad rows among `rejects`; raises at the first where on_error is
-        "error".
-        """
+        """Returns the bad rows among `rejects`; raises at the first if on_error is "error"."""
         bad = list(bad_of(rejects))
         if bad and self._on_error == "error":
             raise SourceError(

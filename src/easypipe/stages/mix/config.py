@@ -135,6 +135,7 @@ class MixStageConfig:
         self._check_schedule()
 
     def _check_schedule(self) -> None:
+        """Checks the points of the weight schedule, and options that need one."""
         if self.weight_schedule is None:
             for name, value, default in (
                 ("weight_schedule_type", self.weight_schedule_type, "step"),

@@ -78,8 +78,7 @@ class Mixture:
         return self.restarts and None in self.spec.caps
 
     def for_load(self, load: LoadStageConfig) -> Mixture:
-        """Returns, under a schedule, the mixture that knows how many rows a training step has; else
-        itself.
+        """Returns a mixture that knows, under a schedule, how many rows a training step has.
 
         Raises:
             ConfigError: mix.batch_size is another number.
@@ -115,9 +114,7 @@ class Mixture:
         return schedule
 
     def requested(self, rows: int) -> dict[str, float]:
-        """Returns the share of the first `rows` rows that each dataset should have, in the
-        mixture's unit.
-        """
+        """Returns the share of the first `rows` rows that each dataset should have."""
         if (schedule := self.steps) is not None:
             return dict(zip(self.parts, map(float, schedule.mean_shares(rows)), strict=True))
         weights = self.spec.weights
@@ -126,9 +123,7 @@ class Mixture:
 
     @property
     def tokens(self) -> TokenInfo | None:
-        """The tokens of the first dataset; the others' are the same unless different ones are
-        allowed.
-        """
+        """The tokens of the first dataset; others' differ only where that is allowed."""
         info = token_info(next(iter(self.parts.values())))
         return info and dataclasses.replace(info, vocab_size=self.vocab_size)
 
@@ -142,9 +137,7 @@ class Mixture:
 
     @property
     def pad_token_id(self) -> int:
-        """The id that fills up rows that are not packed: the tokenizer's padding, else its EOS,
-        else 0.
-        """
+        """The id that fills up rows that are not packed: the padding, else the EOS, else 0."""
         info = self.tokens
         known = () if info is None else (info.pad_token_id, info.eos_token_id)
         return next((token for token in known if token is not None), 0)
@@ -240,9 +233,7 @@ class Mixture:
         )
 
     def remember(self, plan: Plan) -> None:
-        """Commits the checkpoints of a plan beside the caches, so that the next process starts from
-        them.
-        """
+        """Commits the checkpoints of a plan beside the caches, for the next process."""
         known = plan.checkpoints()
         if len(known) <= self._remembered.get(plan.fingerprint, 0):
             return
@@ -254,6 +245,7 @@ class Mixture:
             )
 
     def _make(self, pack: PackSpec | None, num_epochs: int | None, eos: int | None) -> Plan:
+        """Makes a plan, with its checkpoints if an earlier process committed some."""
         datasets = [self._dataset(i, name, eos) for i, name in enumerate(self.parts)]
         length = None if pack is None else pack.seq_length
         spec = dataclasses.replace(
@@ -287,9 +279,7 @@ class Mixture:
         return recall_checked(self._checkpoint_path(plan), states, what="the plan") or ()
 
     def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
-        """Returns a dataset as plans see it; `eos` is counted for every document that lacks
-        one.
-        """
+        """Returns a dataset as plans see it; documents that lack an EOS are longer by `eos`."""
         cache = self._caches[i]
         tokens, fingerprint, lengths = cache.total_tokens, cache.fingerprint, cache.lengths
         if eos is not None:
@@ -363,9 +353,7 @@ class PlannedSource(Source):
         return self.mixture.plan(self.packing, num_epochs=num_epochs, eos=self.eos_token_id)
 
     def rows(self, num_epochs: int | None = 1) -> PlannedRows:
-        """Returns the rows of `num_epochs` epochs (None: all there ever are) as a loader gathers
-        them.
-        """
+        """Returns the rows of `num_epochs` epochs (None: all) as a loader gathers them."""
         if num_epochs not in self._rows:
             self._rows[num_epochs] = PlannedRows(
                 self.plan(num_epochs),

@@ -45,6 +45,12 @@ class MixStage(BaseStage):
         return "mix"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
+        """Mixes the datasets; reads no rows.
+
+        Raises:
+            ConfigError: Weights do not name the datasets, or tokenizers or kinds of rows differ.
+            StageOrderError: A dataset holds text.
+        """
         config, names = self.config, list(data)
         config.check_names(names)
         parts = {

@@ -116,9 +116,7 @@ class PackStageConfig:
 
     @property
     def holds(self) -> bool:
-        """Whether the pieces of a prompt or conversation that go on in another row have no targets
-        there.
-        """
+        """Whether a prompt or conversation that goes on in another row has no targets there."""
         return (
             self.enabled
             and self.oversize == "split"

@@ -61,6 +61,7 @@ class PackStage(BaseStage):
         return "pack"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
+        """Lays packed sources over the datasets; reads no rows."""
         if not self.config.enabled:
             return data
         if self.config.num_packers is not None and self.config.strategy != "pool":
@@ -319,9 +320,7 @@ def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
 
 
 def _pad(mixture: Mixture, config: PackStageConfig, eos: int | None) -> int:
-    """Returns the id that fills the rest of a row: the config's, the tokenizer's, its EOS, or
-    0.
-    """
+    """Returns the id that fills the rest of a row: the config's, the padding, the EOS, or 0."""
     if config.pad_token_id is not None:
         _in_vocabulary("pack.pad_token_id", config.pad_token_id, mixture)
         return config.pad_token_id

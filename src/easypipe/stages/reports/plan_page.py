@@ -21,6 +21,7 @@ def plan_sections(plan: PlanReport) -> Sequence[Section]:
 
 
 def _run(plan: PlanReport) -> list[tuple[str, JsonValue]]:
+    """Returns the lines about the run as a whole."""
     ends = "never" if plan.steps_available is None else f"after {plan.steps_available:,} steps"
     sizes = ", ".join(f"{rows:,} in {steps:,} steps" for steps, rows in plan.sizes)
     lines: list[tuple[str, JsonValue]] = [

@@ -268,9 +268,7 @@ def _planned(
 
 
 def _stored(name: str, source: ShardedSource, load: LoadStageConfig, asked: Asked) -> PlanReport:
-    """Reports on rows that were saved packed; their manifest says how many and what they
-    hold.
-    """
+    """Reports on rows that were saved packed, which their manifest counts."""
     per_epoch = 0
     for shard in source.shards:
         if shard.num_rows is None:
@@ -360,6 +358,7 @@ class _Run:
 
     @classmethod
     def of(cls, load: LoadStageConfig, num_rows: int | None, asked: Asked) -> _Run:
+        """Counts the steps and rows of a run over `num_rows` rows (None: without end)."""
         counted = Steps(load.batch_size, load.batch_size_schedule, asked.begin)
         available, left_over, steps = None, 0, asked.steps
         if num_rows is not None:
@@ -391,6 +390,7 @@ class _Run:
         )
 
     def notes(self, name: str) -> Iterator[str]:
+        """Yields notes on how the steps fit the data."""
         load, size = self.load, self.load.batch_size
         if self.asked is not None and self.available is not None and self.asked > self.available:
             yield (
@@ -423,9 +423,7 @@ def _datasets(
     drawn: Sequence[float],
     requested: Mapping[str, float],
 ) -> tuple[DatasetPlan, ...]:
-    """Returns the report of each dataset; `drawn` counts its documents in the rows of
-    `stats`.
-    """
+    """Returns the report of each dataset; `drawn` counts documents in the rows of `stats`."""
     found, placed = [], stats.slots - stats.padding
     for dataset, cache, documents in zip(plan.datasets, mixture.prepare(), drawn, strict=True):
         counts, part = cache.manifest.counts, stats.datasets[dataset.name]
@@ -460,6 +458,7 @@ def _datasets(
 
 
 def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> list[str]:
+    """Returns notes on one dataset."""
     length = None if plan.spec.pack is None else plan.spec.pack.seq_length
     cap = dict(zip(mixture.parts, plan.spec.caps, strict=True))[d.name]
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
@@ -564,8 +563,7 @@ def megabytes(num_bytes: int) -> str:
 def joined(
     reports: Sequence[PlanReport], which: Sequence[str], notes: Sequence[str] = ()
 ) -> PlanReport:
-    """Joins the reports of parts of a run that were planned one by one, as the data changed
-    between.
+    """Joins the reports of the parts of a run whose data changed between them.
 
     Counts add up, and `requested` is the mean over the rows of all parts. What is no count (what a
     dataset holds, sizes of batches and files) is that of the last part.

@@ -148,8 +148,7 @@ def asked_between(mixture: Mixture, start: int, stop: int) -> dict[str, float]:
 
 
 def unlike_weights(mixture: Mixture, plan: Plan, asked: Mapping[str, float]) -> str | None:
-    """Returns a note where weights of documents give shares of tokens more than FACTOR away from
-    them.
+    """Returns a note if weights of documents give shares of tokens over FACTOR away from them.
 
     The shares are those of the long run, from the mean lengths: a run may be too short to show
     them. None where they are near.
@@ -197,9 +196,7 @@ def warning_of_weights(source: ShardedSource) -> str | None:
 
 
 def far_from_asked(mixture: Mixture, plan: Plan, counted: Steps, steps: int) -> list[str]:
-    """Returns a note for each stage whose shares are far from those asked for, due to long
-    documents.
-    """
+    """Returns a note for each stage whose shares are far off because documents are long."""
     if len(mixture.parts) == 1 or mixture.spec.stop == "all_exhausted":
         return []
     first, found, means = counted.begin, [], _mean_tokens(plan)

@@ -429,6 +429,7 @@ def check_input(dataset: DatasetConfig) -> None:
 
 
 def _check_hub(dataset: DatasetConfig, files: Any) -> None:
+    """Checks the options of a dataset of the Hub."""
     require(
         dataset.type in (None, "huggingface"),
         "type",
@@ -548,9 +549,7 @@ def _check_answers(dataset: DatasetConfig) -> None:
 
 
 def check_text_answers(dataset: DatasetConfig) -> None:
-    """Raises ConfigError for options of conversations where prompts and answers are columns of
-    text.
-    """
+    """Raises ConfigError for options of conversations where answers are columns of text."""
     options = fields_of(dataset)
     for name in TALK_OPTIONS:
         require(

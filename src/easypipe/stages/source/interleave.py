@@ -196,9 +196,7 @@ class InterleavedSource(Source):
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of which row of which source is where; the rows of the sources are counted for
-        it.
-        """
+        """The plan of which row of which source is where; it counts the rows of the sources."""
         datasets = [
             PlanDataset(
                 name,
@@ -254,9 +252,7 @@ class InterleavedSource(Source):
 
     @cached_property
     def _starts(self) -> list[Int64]:
-        """For each source Int64[shards + 1]: the rows before each of its shards, and behind the
-        last.
-        """
+        """For each source Int64[shards + 1]: the rows before each shard, and behind the last."""
         starts = []
         for name, source in self.sources.items():
             counts: list[int] = []

@@ -157,8 +157,7 @@ def open_dataset(
 
 
 def _without_conflicts(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
-    """Returns the source, without columns in which its files differ if this dataset does not read
-    them.
+    """Returns the source, without columns that this dataset ignores if its files differ in them.
 
     A warning names the columns that it reads.
     """

@@ -114,15 +114,12 @@ class EncodedSource(Source):
         return dataclasses.replace(made, rejects=by_row((*rows.rejects, *made.rejects)))
 
     def materialize(self) -> TokenCache:
-        """Returns the token cache of all rows: opened, finished or made; see
-        CacheWriter.fill.
-        """
+        """Returns the token cache of all rows, opened or made; see CacheWriter.fill."""
         return self.writer.fill()
 
 
 class TokenizedShardedSource(EncodedSource):
-    """The documents of a source of text, as rows of `cache_schema` with the row numbers of that
-    source.
+    """The documents of a source of text, as rows of `cache_schema`, with its row numbers.
 
     Law: `read` gives the rows that `materialize().read` gives. Rows without text are rejects; with
     on_error="error" `read` raises at the first of them. Thread-safe.
@@ -245,9 +242,7 @@ def prompts_of(source: ShardedSource) -> PromptRows | None:
 
 
 def cached_of(source: ShardedSource) -> EncodedSource | None:
-    """Returns the source if easypipe makes its token cache, else None: a user's own has to do so
-    itself.
-    """
+    """Returns the source if easypipe makes its token cache; None for a user's own."""
     return source if isinstance(source, EncodedSource) else None
 
 
@@ -297,9 +292,7 @@ def require_tokens(name: str, source: ShardedSource, stage: str) -> None:
 
 
 def aligned_of(source: ShardedSource) -> tuple[AlignedColumn, ...]:
-    """Returns the columns of documents whose values travel with the tokens, beside the loss
-    mask.
-    """
+    """Returns the columns whose values travel with the tokens, beside the loss mask."""
     return tuple(
         column_of(source.schema.field(name), None, name) for name in info_of(source).aligned
     )

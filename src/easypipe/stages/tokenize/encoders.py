@@ -409,6 +409,7 @@ class TextEncoder:
         return self.form.recipe(self.tokenizer, refuted=self.tokenizer.refuted(self._memo))
 
     def encode(self, rows: Texts, at: str, audit_key: str | None = None) -> EncodedDocuments:
+        """Encodes texts; before gigatoken is first used, it is checked on a sample of them."""
         with self._proving:
             if not self._proved and not self.tokenizer.by_reference(rows.texts):
                 sample = sample_of(rows.texts, SAMPLE_ROWS, SAMPLE_BYTES)
@@ -443,8 +444,7 @@ class TextEncoder:
 
 
 def with_verdicts(made: EncodedDocuments, rows: Int64, desirable: UInt8) -> EncodedDocuments:
-    """Returns the documents with a column that says for every token whether its answer is
-    desirable.
+    """Returns the documents with a column that marks the tokens of desirable answers.
 
     Args:
         made: The documents.

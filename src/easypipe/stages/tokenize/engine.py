@@ -116,9 +116,7 @@ class PromptEngine:
         return self.format.template if isinstance(self.format, ChatFormat) else None
 
     def render_rows(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        """Does `render` for rows that have all columns; a row that is no sample becomes a
-        Refused.
-        """
+        """Does `render` for rows that have all columns; rows that are no samples are Refused."""
         found = self.format.render(rows)
         return [self._rejected(row) or one for row, one in zip(rows, found, strict=True)]
 
@@ -158,7 +156,7 @@ class PromptEngine:
         )
 
     def render_split(self, rows: Sequence[Row], room: int) -> list[list[Rendered | Refused]]:
-        """Returns the texts into which each row is cut, of at most `room` tokens each, where
+        """Returns the texts of at most `room` tokens that each row is cut into, where
         `splits`.
         """
         assert isinstance(self.format, ChatFormat)
@@ -166,9 +164,7 @@ class PromptEngine:
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """Columns that say by true or false whether a row's answer is a good one, where a row has
-        them.
-        """
+        """Optional columns that say by true or false whether a row's answer is a good one."""
         if self.config.format_type in ("text", "custom") or self.config.rejected_column is not None:
             return ()
         return tuple(name for name in VERDICTS if name not in self.columns)
@@ -189,9 +185,7 @@ class PromptEngine:
         return pairs
 
     def _with_shared(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Returns rows of pairs without a prompt with the length of what both answers begin
-        with.
-        """
+        """Returns rows of pairs without a prompt, with the length that both answers share."""
         if not self.config.shares_prompt or isinstance(self.format, TextFormat):
             return rows
         answer, rejected = str(self.config.answer), str(self.config.rejected_column)
@@ -257,6 +251,7 @@ class PromptEngine:
         return better, worse
 
     def _encoded(self, found: Rendered) -> Sample:
+        """Encodes a rendered row; raises SourceError if it becomes no document, or several."""
         plain = isinstance(self.format, TextFormat)
         texts = texts_of([found], [0], plain=plain)
         made = encode_texts(

@@ -101,9 +101,7 @@ def _choose(
     stage: TokenizeStageConfig,
     context: PipelineContext,
 ) -> TokenizerConfig:
-    """Returns the config of a dataset's tokenizer, with the options that the dataset sets
-    itself.
-    """
+    """Returns the config of a dataset's tokenizer, with the dataset's tokenizer_kwargs."""
     own = None if dataset is None else dataset.tokenizer
     wide = settings_of(context).default_tokenizer
     chosen = next(

@@ -48,9 +48,7 @@ class Texts:
     desirable: UInt8 | None = None
 
     def content_hash(self) -> str:
-        """Returns the XXH3-128 of texts and row numbers, the same whatever buffers they lie
-        in.
-        """
+        """Returns the XXH3-128 of texts and row numbers, whatever buffers they are in."""
         hasher = xxhash.xxh3_128()
         hasher.update(self.rows.data)
         if len(self.texts):
@@ -159,8 +157,18 @@ def read_texts(
     *,
     blanks: bool = False,
 ) -> Texts:
-    """blanks: texts of white space alone are texts, but for empty ones. Raises what the source
-    raises for rows that it does not accept.
+    """Reads the texts of rows `start` to `stop`, and why other rows have none.
+
+    Args:
+        source: The source.
+        shard: The number of the shard.
+        start: The first row.
+        stop: The row behind the last.
+        content_field: The column of text.
+        blanks: Whether texts of white space alone are documents too; empty ones never are.
+
+    Raises:
+        EasypipeError: The source refuses a row.
     """
     batch, rejects = scan(source, shard, start, stop)
     rows = row_numbers(batch, start)

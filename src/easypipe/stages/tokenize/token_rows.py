@@ -221,8 +221,9 @@ _UNTRAINED = Refused(NOTHING_TO_TRAIN, "no trained token remains")
 
 
 def _too_long(made: Shaped, rows: Int64, sizes: Int64, lengths: Lengths) -> list[Reject]:
-    """Returns rejects for the texts that `shape` left out, given the rows and lengths of all
-    texts.
+    """Returns rejects for the texts that `shape` left out.
+
+    `rows` and `sizes` are the row and the tokens of each text.
     """
     benign = lengths.policy.policy != "error"
     found = [_UNTRAINED.of_row(int(rows[i])) for i in made.untrained]
@@ -266,9 +267,7 @@ def ends_closed(ids: Ids, offsets: Int64, token: int | None) -> UInt8:
 
 
 def _edges(texts: Texts, batch_size: int) -> list[int]:
-    """Returns cuts from 0 to all texts, of at most `batch_size` texts and about CALL_BYTES
-    bytes.
-    """
+    """Returns cuts from 0 to all texts, at most `batch_size` and about CALL_BYTES apart."""
     count = len(texts.texts)
     if not count:
         return [0, 0]
@@ -474,8 +473,12 @@ def _within(spans: Sequence[Sequence[int]], first: int, stop: int) -> list[list[
 
 
 def equal_documents(ids: Ids, begins: Sequence[Int64], sizes: Sequence[Int64]) -> int:
-    """Returns how many pairs, whose halves begin and have sizes as given, are the same tokens
-    twice.
+    """Returns how many pairs are the same tokens twice.
+
+    Args:
+        ids: The tokens.
+        begins: Where the first and the second half of each pair begin.
+        sizes: How many tokens these halves have.
     """
     alike = np.flatnonzero(sizes[0] == sizes[1])
     places = zip(begins[0][alike], begins[1][alike], sizes[0][alike], strict=True)

@@ -89,8 +89,7 @@ class Aligned:
         return spans
 
     def spans(self, trained: list[int], ended: list[int]) -> list[tuple[int, int]]:
-        """Returns the spans of the turns `trained`, with what the model writes before them, and the
-        stop.
+        """Returns the spans of the turns `trained`, from what the model writes first to the stop.
 
         The stop must be known only of the turns `ended`.
 
@@ -273,10 +272,10 @@ class Aligned:
         return self._known.stops.last if self._is_last(i) else self._known.stops.middle
 
     def _plain_end(self, gap: str, i: int, *, plain: bool) -> int | None:
-        """Returns how much of the gap behind the last text of message i ends its turn, with the
-        stop.
+        """Returns how much of the gap behind the last text of message i ends its turn.
 
-        None where that cannot be read off the gap. `plain` says that the message is words alone.
+        This includes the stop. None where it cannot be read off the gap. `plain` says that the
+        message is words alone.
         """
         last, stop, space = self._is_last(i), self._stop(i), len(gap) - len(gap.lstrip())
         if stop is not None and gap.startswith(stop):
@@ -355,8 +354,7 @@ class Aligned:
         return [{"type": "text", "text": word}] if parts else word
 
     def _header(self, gap: str, i: int, first: int) -> int:
-        """Returns how much of the gap before message i opens the turn, and is not said by the
-        assistant.
+        """Returns how much of the gap before message i opens the turn, and is not the assistant's.
 
         `first` is the number of texts before it.
         """

@@ -96,9 +96,7 @@ class MessageReader:
         return {"messages": talk, "tools": tools or None}
 
     def wrong_flags(self, talk: Sequence[Message]) -> Wrong | None:
-        """Returns what is wrong with roles and flags of messages that are otherwise right, or
-        None.
-        """
+        """Returns what is wrong with roles and flags of otherwise right messages, or None."""
         for i, message in enumerate(talk):
             role = message["role"]
             if isinstance(role, _BadRole):
@@ -115,6 +113,7 @@ class MessageReader:
         return None
 
     def _wrong_flag(self, i: int, message: Message) -> str | None:
+        """Returns what is wrong with what message i says of its training, or None."""
         flag, weight = message.get(FLAG), message.get(WEIGHT)
         if flag is not None and not isinstance(flag, bool):
             return f"the train flag of message {i} is {flag!r}, not true or false"
@@ -212,13 +211,12 @@ def loaded(text: str | bytes) -> Json:
 
 
 def wrong_tools(tools: Json) -> Wrong | None:
+    """Returns (reason, detail) for tools that are not JSON."""
     return ("not_json", f"tools: {tools}") if isinstance(tools, BadJson) else None
 
 
 def wrong_messages(value: Json) -> Wrong | None:
-    """Returns (reason, detail) where `value` is no conversation that can be rendered, else
-    None.
-    """
+    """Returns (reason, detail) if `value` is no conversation that can be rendered, else None."""
     if value is None:
         return "null", "no messages"
     if isinstance(value, BadJson):

@@ -69,9 +69,7 @@ def _answer(said: Sequence[Json]) -> Answer:
 
 
 def _requests(rows: Sequence[Asked]) -> Iterator[list[list[str]]]:
-    """Yields all rows in their order, as the JSON texts that a worker reads, some for each
-    request.
-    """
+    """Yields all rows in order, some for each request, as the JSON texts that a worker reads."""
     some: list[list[str]] = []
     size = 0
     for row in rows:
@@ -162,8 +160,7 @@ class _Worker:
                 self._connection.send_bytes(frame)
 
     def receive(self, count: int) -> list[Answer]:
-        """Returns the answers to `count` rows, or only the Ended of the row that the worker ended
-        at.
+        """Returns the answers to `count` rows, or only the Ended of the row that ended the worker.
 
         Raises:
             StallError: The worker gives no answer.

@@ -120,17 +120,14 @@ class ChatTemplate:
         return answers_of(spec, rows, self.origin)
 
     def prompts(self, rows: Sequence[Asked | Refused]) -> list[str | Refused]:
-        """Writes conversations as texts that open an answer of the assistant; otherwise as
-        `render`.
-        """
+        """Writes conversations as texts that open an assistant's answer; else as `render`."""
         spec = {**self._spec, "reader": asdict(MessageReader()), "prompt": True}
         answers = answers_of(spec, rows, self.origin)
         return [one if isinstance(one, Refused) else one.text for one in answers]
 
 
 def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
-    """Returns what `template` trains the assistant to end with, as seen on a question and an
-    answer.
+    """Returns what `template` trains the assistant to end with, as seen on one answer.
 
     Where it closes a turn with several special tokens, the last is what ends it. Where nothing is
     written there, the EOS token that packing adds is the end. Where what is written is no token of
@@ -270,9 +267,7 @@ def check_date(date: str) -> None:
 
 
 def wrong_kwargs(kwargs: Mapping[str, Json]) -> tuple[str, str] | None:
-    """Returns (name, why) for a variable that chat_template_kwargs must not set; None if all are
-    right.
-    """
+    """Returns (name, why) for a variable that chat_template_kwargs must not set, or None."""
     for name, value in kwargs.items():
         if name in RESERVED or not name.isidentifier():
             return name, "is no variable that a template can be given"

@@ -132,9 +132,7 @@ class Template:
         )
 
     def write(self, variables: Mapping[str, Json]) -> tuple[str, list[Span]]:
-        """Does `render` for a template that sees these variables, and further names of its
-        own.
-        """
+        """Does `render` for a template that sees these variables, and further names."""
         pieces: list[str] = []
         found: list[tuple[int, str]] = []
         size = 0
@@ -185,7 +183,7 @@ class Template:
         return text, [(start, start + len(inner)) for start, inner in found if inner]
 
     def _printed_address(self, text: str, variables: Mapping[str, Json]) -> str | None:
-        """Returns an address in memory that the text has and nothing that the template was
+        """Returns an address in memory that only the text holds, not what the template was
         given.
         """
         given = [self._source, *texts_within(variables)]
@@ -213,9 +211,7 @@ def as_given(messages: Sequence[Message]) -> list[Message]:
 
 
 def texts_within(value: Json, *, keys: bool = True) -> Iterator[str]:
-    """Yields every text in nested lists and objects; the keys of objects too, unless `keys` is
-    False.
-    """
+    """Yields every text in nested lists and objects; with `keys` also the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -228,9 +224,7 @@ def texts_within(value: Json, *, keys: bool = True) -> Iterator[str]:
 
 
 class _Markers(jinja2.ext.Extension):
-    """The extension for `{% generation %}…{% endgeneration %}`, which marks what the assistant
-    says.
-    """
+    """The extension for `{% generation %}…{% endgeneration %}`, what the assistant says."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 reads it so)
 
@@ -256,6 +250,8 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
+    """The `namespace` of templates, without attributes that begin with an underscore."""
+
     def __init__(*args: Json, **values: Json) -> None:  # type: ignore[misc]  (so that `self` may be a key)
         self, rest = args[0], args[1:]
         attributes = dict(*rest, **values)
@@ -277,6 +273,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     """jinja2's sandbox, made faster: an attribute of an object is mostly a key of a message."""
 
     def getattr(self, obj: Json, attribute: str) -> Json:
+        """Looks up keys of messages and harmless attributes without slow checks."""
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICT:
             try:
@@ -297,6 +294,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
+    """Returns the sandbox with the filters and functions that transformers gives templates."""
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Markers, jinja2.ext.loopcontrols]
     )
@@ -320,6 +318,7 @@ def _tojson(
     separators: Json = None,
     sort_keys: bool = False,
 ) -> str:
+    """Writes JSON as the `tojson` filter of transformers does, without escaping HTML."""
     if ensure_ascii is False and indent is None and separators is None and sort_keys is False:
         return _JSON.encode(value)
     return json.dumps(
@@ -343,6 +342,8 @@ def _by_chance(name: str) -> Callable[..., None]:
 
 
 def _clock(date: str | None) -> Callable[[str], str]:
+    """Returns `strftime_now`, which gives the configured date, never today's."""
+
     def strftime_now(format: str) -> str:
         if date is None:
             raise jinja2.TemplateError(

@@ -217,9 +217,7 @@ def align(text: str, other: str, words: Sentinels) -> list[Place]:
 
 
 def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) for the forms of `value` that are in `text` at `at` with `gap` behind
-    them.
-    """
+    """Yields (start, stop) of the forms of `value` at `at` in `text` that `gap` follows."""
     for form in forms_of(value):
         stop = at + len(form)
         if (

@@ -55,9 +55,7 @@ def flag_of(message: Message) -> bool | None:
 
 
 def ranges_of(message: Message) -> list[tuple[int, int]] | None:
-    """Returns the characters of a message's content that are trained; None where it does not
-    say.
-    """
+    """Returns the trained characters of a message's content; None where it does not say."""
     if not (given := message.get(RANGES)):
         return None
     return [(one["begin_offset"], one["end_offset"] + 1) for one in given if one["train"]]

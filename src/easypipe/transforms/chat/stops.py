@@ -119,9 +119,7 @@ class Turns:
         *,
         prompt: bool,
     ) -> str:
-        """Returns what the template writes behind a word; "" where it refuses half a
-        conversation.
-        """
+        """Returns what the template writes behind a word; "" if it refuses such a talk."""
         try:
             return self.template.render(messages, tools, prompt=prompt)[0].rpartition(word)[2]
         except RenderError:

@@ -94,8 +94,7 @@ def trimmed(
 
 
 def by_turns(template: ChatTemplate, asked: Sequence[Asked | Refused]) -> list[list[Sample]]:
-    """Makes a sample of each trained turn, for conversations that hold reasoning; others stay
-    whole.
+    """Makes a sample of each trained turn, if a conversation holds reasoning; others stay whole.
 
     A sample ends with its turn. A turn that a later sample writes in the same way, with all before
     it, is trained there. Samples are in the order of their last turns. A conversation is refused
@@ -278,7 +277,7 @@ def _questions(messages: Sequence[Message]) -> list[int]:
 
 
 def _flagged(messages: Sequence[Message], train_on: str) -> Sequence[Message]:
-    """Returns the messages with a flag on each answer, where its place decides whether it is
+    """Returns the messages, with flags on answers whose place decides whether they are
     trained.
     """
     if train_on == "assistant":

@@ -121,6 +121,7 @@ class _Writer:
             return ["unproven_spans", str(error)]
 
     def _written(self, row: Message) -> Sequence[Json]:
+        """Writes a row: [text, spans, end], or [reason, detail] where it is refused."""
         train_on = self._spec["train_on"]
         if "fields" in row:
             found = find_label(
@@ -153,9 +154,7 @@ class _Writer:
         return found[:3]
 
     def _loses_reasoning(self, template: Template, talk: Sequence[Message]) -> bool:
-        """Whether messages hold reasoning that an option speaks of and `template` never
-        prints.
-        """
+        """Whether an option speaks of reasoning that is there and `template` never prints."""
         thinks = any(one.get("role") == "assistant" and one.get(REASONING[0]) for one in talk)
         chosen = self._spec.get("reasoning", "keep") != "keep"
         return chosen and thinks and not prints_reasoning(template)

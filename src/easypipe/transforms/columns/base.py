@@ -78,18 +78,14 @@ class Rows:
     rejects: tuple[Reject, ...] = ()
 
     def kept(self, keep: Bools, rejects: Iterable[Reject] = ()) -> Rows:
-        """Returns the rows where `keep` (Bool[rows]) is set, with further `rejects`, in any
-        order.
-        """
+        """Returns the rows where `keep` (Bool[rows]) is set, with further `rejects`."""
         every = by_row((*self.rejects, *rejects))
         if keep.all():
             return Rows(self.batch, self.numbers, every)
         return Rows(self.batch.filter(pa.array(keep)), self.numbers[keep], every)
 
     def laid_over(self, schema: pa.Schema, made: Mapping[str, pa.Array]) -> Rows:
-        """Returns the rows with `schema`: columns from `made` where it has them, the others as they
-        are.
-        """
+        """Returns the rows with `schema`: columns of `made`, and the others as they are."""
         arrays = [made[n] if n in made else self.batch.column(n) for n in schema.names]
         return Rows(pa.record_batch(arrays, schema=schema), self.numbers, self.rejects)
 
@@ -142,14 +138,11 @@ class ColumnTransform(ABC):
         return SourceError(at=str(self), problem=problem, have=have, fix=fix)
 
     def overlaid(self, rows: Rows, made: Mapping[str, pa.Array]) -> Rows:
-        """Returns the rows with the columns after the transform, taking those in `made` from
-        there.
-        """
+        """Returns the rows with the columns after the transform, those in `made` from there."""
         return rows.laid_over(self.columns(rows.batch.schema), made)
 
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
-        """Returns a transform with the same rows that gives only `columns`, and the columns it
-        reads.
+        """Returns a transform with the same rows but only `columns`, and the columns it reads.
 
         None in place of the columns it reads means all of them.
         """
@@ -396,16 +389,12 @@ class TransformedSource(Source):
         return self.source
 
     def shard_identity(self, shard: int) -> str:
-        """Returns a digest of one shard below and the transform: new shards do not change the old
-        ones.
-        """
+        """Returns a digest of one shard below and the transform; new shards do not change it."""
         own = identity_of(self.source, shard)
         return digest("transformed", self.transform.fingerprint, own, self._columns)
 
     def select(self, columns: Sequence[str]) -> TransformedSource:
-        """Returns the same rows with only `columns`; below, only what these are made of is
-        read.
-        """
+        """Returns the same rows with only `columns`; reads only what these are made of."""
         narrowed = copy.copy(self)
         narrowed.transform, reads = self.transform.narrow(
             list(columns), without_row_numbers(self.source.schema)
@@ -457,9 +446,7 @@ class TransformedSource(Source):
         return super().at_end(shard, position // self._factor)
 
     def raw(self, shard: int, row: int) -> str | None:
-        """Returns a row as it is in its file, before any transform; None where the source cannot
-        say.
-        """
+        """Returns a row as its file has it, before any transform; None if that is unknown."""
         return raw_of(self.source, shard, row // self._factor)
 
     def _after(self, before: pa.Schema) -> pa.Schema:
@@ -518,9 +505,7 @@ def as_transform(value: Transform | Sequence[Transform]) -> ColumnTransform:
 
 
 def overlaid(before: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
-    """Returns the schema with columns of these types, in place of those of their name or at the
-    end.
-    """
+    """Returns the schema with columns of these types, which replace those of their name."""
     rest = dict(types)
     same = [pa.field(field.name, rest.pop(field.name, field.type)) for field in before]
     return pa.schema([*same, *(pa.field(name, kind) for name, kind in rest.items())])
@@ -536,7 +521,5 @@ def as_array(values: Any, kind: pa.DataType) -> pa.Array:
 
 
 def _spread(rejects: Iterable[Reject], factor: int) -> tuple[Reject, ...]:
-    """Returns rejects under the number of the first of the `factor` rows that each row
-    becomes.
-    """
+    """Returns rejects, each numbered as the first of the `factor` rows that its row becomes."""
     return tuple(replace(reject, row=reject.row * factor) for reject in rejects)

@@ -172,6 +172,7 @@ class Extract(ColumnTransform):
         return {name: self._values(path, batch) for name, path in self.paths.items()}
 
     def _values(self, path: str, batch: pa.RecordBatch) -> pa.Array:
+        """Follows a path into a batch."""
         name, steps = _split(path, batch.schema, str(self))
         array = batch.column(name)
         for step in steps:

@@ -89,9 +89,7 @@ class Map(ColumnTransform):
         return _called(self, self.function, rows, lambda row: [self.function(row)], "map_failed")
 
     def _batch(self, rows: Rows) -> Rows:
-        """Calls the function with a batch; where it raises, with ever smaller ones to find the bad
-        row.
-        """
+        """Calls the function with a batch; if it raises, with smaller ones to find the row."""
         schema = self.columns(rows.batch.schema)
         self._check_row_wise(rows.batch, schema)
         try:
@@ -117,6 +115,7 @@ class Map(ColumnTransform):
         )
 
     def _call(self, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+        """Calls the function with a batch, and checks the columns that it returns."""
         returned = self.function(batch)
         if isinstance(returned, pa.RecordBatch | pa.Table):
             returned = dict(zip(returned.schema.names, returned.columns, strict=True))
@@ -247,8 +246,9 @@ class Filter(ColumnTransform):
 
 
 class Expand(ColumnTransform):
-    """A transform that makes several rows of one: `Expand("turns", most=16)` makes one of each list
-    item.
+    """A transform that makes several rows of one.
+
+    `Expand("turns", most=16)` makes a row of each item of a list.
 
     Row numbers must follow from the file alone, whatever the rows hold: the i-th row of row r has
     number `r * most + i`. Numbers that stay unused are counted as `unfilled`, and every place that
@@ -435,9 +435,7 @@ def _require_announced(
 
 
 def _spread(rows: Rows, counts: Int64, most: int) -> Rows:
-    """Repeats each row `counts` times, with the numbers of the rows that it becomes, of `most`
-    each.
-    """
+    """Repeats each row `counts` times, numbered among the `most` rows that it may become."""
     if most == 1 and counts.all():
         return rows
     parents = np.repeat(np.arange(len(counts)), counts)

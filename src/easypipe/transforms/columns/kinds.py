@@ -419,9 +419,7 @@ def _fields(messages: Sequence[Mapping[str, Json]]) -> Mapping[str, str]:
 
 
 def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
-    """Whether a column could be this slot by its type, or, where that is text, by its first
-    rows.
-    """
+    """Whether a column could be this slot by its type, or, for text, by its first rows."""
     t = pa.types
     text = is_text(field.type)
     if kind == "tokens":
@@ -452,9 +450,7 @@ def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Row]) -> bool:
 
 
 def _talks(rows: Sequence[Row], column: str) -> list[list[Json]]:
-    """Returns the conversations of a column: lists, or the parsed JSON where all of its text is
-    that.
-    """
+    """Returns the conversations of a column: lists, or JSON of lists if all its text is that."""
     found = [value for row in rows if (value := row.get(column))]
     if any(isinstance(value, str) for value in found):
         if not all(isinstance(value, str) and value.lstrip()[:1] == "[" for value in found):

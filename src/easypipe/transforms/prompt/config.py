@@ -224,6 +224,7 @@ class PromptConfig:
         check_message_fields(self.message_fields)
 
     def _check_columns(self) -> None:
+        """Checks that each column is named once, and that the format has its columns."""
         kind = self.format_type
         least, most = {"alpaca": (1, 2), "custom": (0, len(self.inputs))}.get(kind, (1, 1))
         require(
@@ -264,6 +265,7 @@ class PromptConfig:
             seen.add(name)
 
     def _check_train_on(self) -> None:
+        """Checks train_on and roles_to_train for this format."""
         kind, talks = self.format_type, self.format_type in TALKS
         possible = ["completion", "all"]
         if talks:
@@ -299,6 +301,7 @@ class PromptConfig:
         )
 
     def _check_ends(self) -> None:
+        """Checks train_on_eos and reasoning, which need turns or answers that are trained."""
         every = self.train_on == "all" or (self.format_type in TALKS and self.trains_behind_prompt)
         plain = self.format_type == "custom" and self.label is None
         require(
@@ -383,6 +386,7 @@ class PromptConfig:
         return (*named, *(name for name in further if name is not None))
 
     def _without_effect(self) -> list[str]:
+        """Returns the options that have no effect on this format."""
         if self.format_type in TALKS:
             return [] if self.format_type == "sharegpt" else ["roles"]
         names = [

@@ -110,6 +110,7 @@ class FieldTemplate:
         return [self._written(row) for row in rows]
 
     def _written(self, row: Row) -> Rendered | Refused:
+        """Writes one row."""
         texts = list(self._pieces)
         begin, said = 0, None
         for i in range(1, len(texts), 2):

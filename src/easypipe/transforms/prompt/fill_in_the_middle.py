@@ -1,6 +1,4 @@
-"""FillInTheMiddle: reorders documents of code, so that models learn to fill gaps in the
-middle.
-"""
+"""FillInTheMiddle: reorders documents of code, so that models learn to fill in a middle."""
 
 from __future__ import annotations
 

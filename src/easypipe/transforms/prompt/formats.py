@@ -150,9 +150,7 @@ class ChatFormat:
         return trimmed(self.template, asked, answers, self._trim)
 
     def by_turns(self, rows: Sequence[Row]) -> list[list[Rendered | Refused]]:
-        """Returns the samples of each row, where `reasoning` is "per_turn", cut to their
-        length.
-        """
+        """Returns the samples of each row for `reasoning` "per_turn", cut to their length."""
         found = by_turns(self.template, [self.request(row) for row in rows])
         every = list(itertools.chain.from_iterable(found))
         answers = [answer for _, answer in every]
@@ -168,9 +166,7 @@ class ChatFormat:
         tokenizer: Tokenizer,
         room: int,
     ) -> list[list[Rendered | Refused]]:
-        """Returns what `render` made of rows, those of more than `room` tokens cut between
-        turns.
-        """
+        """Returns what `render` made of rows, cut between turns if over `room` tokens."""
         return split_at_turns(
             self.template, found, lambda i: self.request(rows[i]), tokenizer, room
         )
@@ -222,9 +218,7 @@ class ChatFormat:
         return whole
 
     def shared(self, one: Json, other: Json) -> int:
-        """Returns how many messages both conversations begin with; 0 where one is no
-        conversation.
-        """
+        """Returns how many messages both conversations begin with; 0 if one is none."""
         pair = self._talk(one), self._talk(other)
         return num_shared(*pair) if all(isinstance(talk, list) for talk in pair) else 0
 
@@ -340,6 +334,7 @@ class TemplateFormat:
         return self.kind == "prompt" or is_text(kind) or pa.types.is_null(kind)
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        """Writes rows with their budgets, system prompts and examples."""
         systems = [_system_of(row, self._system) for row in rows]
         shared = [row.get(SHARED, 0) for row in rows]
         rows = [self._read(row) for row in rows]
@@ -376,9 +371,7 @@ class TemplateFormat:
         ]
 
     def _within(self, row: Row) -> tuple[Row, int]:
-        """Returns the row with its columns cut to their budgets, and how many tokens they
-        lost.
-        """
+        """Returns (the row with its columns cut to their budgets, how many tokens they lost)."""
         if self._lengths is None:
             return row, 0
         changed, lost = dict(row), 0
@@ -433,9 +426,7 @@ class TextFormat:
 
 
 def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool) -> Writer:
-    """Returns the writer of a config; `names` are special tokens that Jinja templates may
-    print.
-    """
+    """Returns the writer of a config; `names` are special tokens that Jinja may print."""
     inputs, label = config.inputs, config.label
     if config.format_type == "text":  # of a pair, both of whose answers begin with the prompt
         return FieldTemplate(["", inputs[0], ""], (), inputs[0], everything=False)

@@ -100,9 +100,7 @@ def content_of(token: Json) -> Json:
 
 
 def declared_tokens(options: Options) -> tuple[DeclaredToken, ...]:
-    """Returns the tokens of `added_tokens_decoder` in the order of ids, then the named special
-    ones.
-    """
+    """Returns the tokens of `added_tokens_decoder` by id, then the named special tokens."""
     given = options.get("added_tokens_decoder")
     numbered: Options = given if isinstance(given, dict) else {}
     numbers = sorted(int(key) for key in numbered if key.isdecimal())
@@ -258,6 +256,7 @@ def _options(path: Path | None) -> Options:
 
 
 def _from_hub(name: str) -> TokenizerFiles:
+    """Downloads a tokenizer from the Hub; its TokenizerError tells the cause and what helps."""
     from huggingface_hub import hf_hub_download  # slow to import, and only needed for names
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -335,9 +334,7 @@ def _optional_from_hub(name: str, file: str) -> Path | None:
 
 
 def _root(error: BaseException) -> str:
-    """Returns the first cause of an error, without any access token that its message might
-    have.
-    """
+    """Returns the first cause of an error, without any access token in its message."""
     from huggingface_hub import get_token
 
     while (below := error.__cause__ or error.__context__) is not None:

@@ -72,6 +72,7 @@ class LostCharacters:
         return lost
 
     def _is_lost(self, character: str) -> bool:
+        """Whether a character has a part for which the vocabulary has no piece and no bytes."""
         reference, (prefix, suffix) = self._reference, self._around
         text = (
             character

@@ -174,8 +174,7 @@ def has_target(mask: Mask, offsets: Int64) -> Bools:
 
 
 def token_mask(starts: Int64, stops: Int64, spans: Sequence[Sequence[int]]) -> Mask:
-    """Returns UInt8[tokens]: 1 from the first token that reaches into a range to the last that
-    does.
+    """Returns UInt8[tokens]: 1 for the tokens from the first to the last that reach into a range.
 
     Args:
         starts: Int64[tokens], the first character of each token, ascending.

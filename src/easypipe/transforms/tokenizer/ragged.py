@@ -100,8 +100,7 @@ class Tokens(NamedTuple):
 
 
 class EncodedTexts(NamedTuple):
-    """n documents, of which document i is `ids[offsets[i] : offsets[i + 1]]`, special tokens
-    included.
+    """n documents with their special tokens; document i is `ids[offsets[i] : offsets[i + 1]]`.
 
     Attributes:
         offsets: Int64[n+1] from 0.

@@ -82,8 +82,9 @@ class SpecialStrings:
 
     @property
     def recipe(self) -> tuple[str, ...]:
-        """The part of the encoding key that stands for the policy; empty for "allow", the oldest
-        one.
+        """The part of the encoding key that stands for the policy; empty for "allow".
+
+        So the keys of older caches stay what they were.
         """
         return () if self.policy == "allow" else (self.policy,)
 

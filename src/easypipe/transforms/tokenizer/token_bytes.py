@@ -141,9 +141,7 @@ def text_bytes(definition: str) -> Int32 | None:
 
 
 def _kinds(part: Any) -> set[str]:
-    """Returns the types of a part of tokenizer.json, such as its decoder, and of the parts inside
-    it.
-    """
+    """Returns the types of a part of tokenizer.json, such as its decoder, and of parts in it."""
     if not isinstance(part, dict):
         return set()
     inner = part.get("decoders") or part.get("processors") or part.get("pretokenizers") or []

@@ -172,8 +172,7 @@ class Tokenizer:
             self._memo = memo or self._memo
 
     def prove(self, sample: pa.Array, *, of: str, memo: Path | None) -> Backend:
-        """Decides on the backend: gigatoken if it agrees with the reference on hostile text and
-        `sample`.
+        """Chooses gigatoken if it agrees with the reference on hostile text and on `sample`.
 
         Args:
             sample: Texts of the data that will be encoded.
@@ -281,8 +280,7 @@ class Tokenizer:
     def encode_with_characters(
         self, texts: Sequence[str], *, escaped: bool = False
     ) -> Iterator[tuple[list[int], Int64, Int64]]:
-        """Encodes texts with `tokenizers`, without special tokens, and locates each token's
-        characters.
+        """Encodes texts with `tokenizers`, without special tokens, and locates every token.
 
         Args:
             texts: The texts.
@@ -314,9 +312,7 @@ class Tokenizer:
         return None if engine is None or pieces is None else (*engine.encode(column), pieces)
 
     def text_bytes(self) -> Int32 | None:
-        """Returns Int32[vocabulary], the bytes of each token (special ones: 0); None if they are
-        not bytes.
-        """
+        """Returns Int32[vocabulary]: how many bytes of text each token is; None if unknown."""
         return text_bytes(self._definition)
 
     @property
@@ -378,9 +374,7 @@ class Tokenizer:
             return self._chosen
 
     def _choose(self) -> tuple[Backend, FastEngine | None]:
-        """Picks the backend by the config, the remembered verdict, or a check on hostile
-        text.
-        """
+        """Picks the backend by the config, the kept verdict, or a check on hostile text."""
         if self.config.backend == "tokenizers":
             return self._without_fast("asked for by backend='tokenizers'", logging.INFO)
         verdict, engine = proof.recall(self._memo, self.fingerprint), None
@@ -405,9 +399,7 @@ class Tokenizer:
         return backend, engine
 
     def _without_fast(self, why: str, level: int = logging.WARNING) -> tuple[Backend, None]:
-        """Returns the reference as the backend, or raises if the config allows gigatoken
-        alone.
-        """
+        """Returns the reference as the backend; raises if only gigatoken is allowed."""
         import tokenizers
 
         if self.config.backend == "gigatoken":
@@ -625,9 +617,7 @@ def _declare(reference: Reference, declared: Sequence[DeclaredToken], origin: st
 
 
 def _specials(reference: Reference, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns (before, after): what the post-processor puts around every text, if it does only
-    that.
-    """
+    """Returns (before, after): the special tokens that the post-processor puts around texts."""
     found: set[tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     for probe in _PROBES:
         content = reference.encode(probe, add_special_tokens=False).ids
