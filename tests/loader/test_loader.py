@@ -139,6 +139,15 @@ def test_the_state_belongs_to_the_newest_iteration():
     assert one.state().batch == 1
 
 
+def test_an_iteration_under_way_does_not_move_a_state_that_was_restored():
+    one = loader()
+    old = iter(one)
+    next(old)
+    one.restore(loader_state_at(3))
+    next(old)
+    assert one.state().batch == 3
+
+
 def test_restore_is_for_the_next_iteration_only():
     one = loader()
     wanted = list(one)

@@ -13,6 +13,7 @@ import pytest
 
 from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
+from easypipe.core.protocols import Source
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.objects import is_dataset_object, open_object
 from easypipe.sources.external.saved_datasets import is_saved_dataset, saved_dataset_files
@@ -65,6 +66,16 @@ def test_random_access() -> None:
     assert arrays.read(0, 2, 3).to_pylist() == [
         {"input_ids": [0, 1], "grid": [[1, 1], [1, 1]], ROW_NUMBER: 2}
     ]
+
+
+def test_a_version_is_what_chosen_columns_and_exact_ones_are_known_by() -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is optional")
+    for data in (Rows(ROWS), datasets.Dataset.from_list(ROWS)):
+        source = open_object(data, version="1")
+        assert isinstance(source, Source)
+        assert source.fingerprint != open_object(data).fingerprint
+        for other in (source.select(["n"]), source.exactly(["list"])):
+            assert other.fingerprint == source.fingerprint
 
 
 def test_rows_that_are_filtered_out() -> None:
