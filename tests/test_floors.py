@@ -63,7 +63,7 @@ ROOMS = {
     "rich": ("cli",),
     "typer": ("cli",),
 }
-LONGEST = 650  # a subject is not cut in two to fit a limit
+LONGEST = 570  # lines without docstrings: a subject is not cut in two to fit a limit
 
 FILES = sorted(HOUSE.rglob("*.py"))
 
@@ -202,11 +202,18 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
 
 def test_files_stay_short() -> None:
     lengths = {
-        path.relative_to(HOUSE).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        path.relative_to(HOUSE).as_posix(): _lines_of_code(path.read_text(encoding="utf-8"))
         for path in FILES
     }
     long = {name: count for name, count in lengths.items() if count > LONGEST}
     assert not long, f"more than {LONGEST} lines: {long}"
+
+
+def _lines_of_code(text: str) -> int:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    docs = [node.body[0] for node in nodes if ast.get_docstring(node)]
+    return len(text.splitlines()) - sum((d.end_lineno or 0) - d.lineno + 1 for d in docs)
 
 
 def test_nothing_is_defined_behind_the_call_of_a_program() -> None:
