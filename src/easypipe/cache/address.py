@@ -1,8 +1,7 @@
-"""Numba kernels read mapped token files by address.
+"""Numba kernels that read mapped token files by address.
 
-A gather over thousands of files then needs no list of arrays.
-
-Callers own the memory: an address is only good while the object it came from lives.
+A gather over thousands of files then needs no list of arrays. Callers own the memory: an address is
+only valid while the object it came from lives.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from easypipe.core.jit import jit, later
 
 
 def _pointer(kind: str) -> Any:
+    """Returns a numba intrinsic that turns an address into a pointer to values of `kind`."""
+
     def make() -> Any:
         from numba import types
         from numba.extending import intrinsic
@@ -43,7 +44,7 @@ uint32_at = _pointer("uint32")
 
 @jit
 def _part_of(doc, first_doc, part):  # type: ignore[no-untyped-def]
-    """The part that holds `doc`; `part` where it does, as neighbours mostly lie together."""
+    """Returns the part that holds `doc`; tries `part` first, as neighbours mostly lie together."""
     if first_doc[part] <= doc < first_doc[part + 1]:
         return part
     return np.searchsorted(first_doc, doc, side="right") - 1
@@ -51,7 +52,7 @@ def _part_of(doc, first_doc, part):  # type: ignore[no-untyped-def]
 
 @jit
 def list_lengths(docs, first_doc, offsets_address, out):  # type: ignore[no-untyped-def]
-    """out[i] = offsets[d + 1] - offsets[d] of the part that holds docs[i]."""
+    """Writes document lengths: out[i] = offsets[d + 1] - offsets[d] in the part of docs[i]."""
     part = 0
     for i in range(docs.size):
         doc = docs[i]
@@ -63,7 +64,7 @@ def list_lengths(docs, first_doc, offsets_address, out):  # type: ignore[no-unty
 
 @jit
 def count_zeros(first_doc, bytes_address):  # type: ignore[no-untyped-def]
-    """How many documents have a byte of 0."""
+    """Returns how many documents have a byte of 0."""
     zeros = 0
     for part in range(bytes_address.shape[0]):
         values = uint8_at(bytes_address[part])
@@ -74,7 +75,7 @@ def count_zeros(first_doc, bytes_address):  # type: ignore[no-untyped-def]
 
 @jit
 def byte_values(docs, first_doc, bytes_address, out):  # type: ignore[no-untyped-def]
-    """out[i] = the byte of docs[i] is not 0."""
+    """Writes whether the byte of each document is not 0: out[i] for docs[i]."""
     part = 0
     for i in range(docs.size):
         doc = docs[i]

@@ -1,12 +1,13 @@
-"""What lies in a cache folder, and removing it: by manifest, with whatever no other manifest needs.
+"""Lists what lies in a cache folder, and clears it: datasets, with what no other dataset needs.
 
-in use    an open reader holds the lock of its manifest (core/locks.py); such a dataset is never removed
-leftovers records, tokens and plans that no manifest names: of preparations that did not finish, or
-of files that changed since
+in use    an open reader holds the lock of its manifest (core/locks.py); such a dataset is never
+          removed
+leftovers records, tokens and plans that no manifest names: from preparations that did not finish,
+or from files that changed since
 
-No lock reaches from machine to machine, so of a folder in a bucket nobody knows who reads it
-(in_use is False), and leftovers that are younger than YOUNG_S stay: they may be of a preparation
-that is under way.
+No lock reaches from machine to machine, so in a bucket it is unknown who reads (in_use is False),
+and leftovers that are younger than YOUNG_S stay: they may belong to a preparation that is under
+way.
 """
 
 from __future__ import annotations
@@ -28,14 +29,26 @@ from easypipe.core.threads import Threads
 from easypipe.core.tree import Found, files_below
 
 YOUNG_S = 86_400.0
-REQUESTS = 16  # to a store at a time
+REQUESTS = 16  # requests to a store at a time
 QUARANTINE = ".quarantine.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedDataset:
-    """One manifest; None where it cannot be read. path: a URL in a bucket. num_bytes: of its token
-    files, which others may share. age_s: since it was prepared."""
+    """One prepared dataset of a cache folder.
+
+    Args:
+        path: Its manifest; a URL in a bucket.
+        dataset: Its name, "?" if the manifest cannot be read.
+        rows: The rows that were read.
+        documents: The documents that were kept.
+        tokens: Their tokens.
+        num_bytes: The bytes of its token files, which other datasets may share.
+        tokenizer: The name of its tokenizer.
+        age_s: Seconds since it was prepared.
+        in_use: Whether an open reader of this machine uses it.
+        manifest: None if it cannot be read.
+    """
 
     path: Path | str
     dataset: str = "?"
@@ -50,12 +63,20 @@ class CachedDataset:
 
     @property
     def key(self) -> str:
+        """The name of the manifest without its ending."""
         return str(self.path).rpartition("/")[2].removesuffix(".json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheListing:
-    """num_bytes: of the whole folder. leftover_bytes: of what no manifest names."""
+    """What a cache folder holds.
+
+    Args:
+        path: The folder.
+        datasets: Its datasets.
+        num_bytes: The bytes of the whole folder.
+        leftover_bytes: The bytes of what no manifest names.
+    """
 
     path: Path | str
     datasets: tuple[CachedDataset, ...]
@@ -65,8 +86,13 @@ class CacheListing:
 
 @dataclass(frozen=True, kw_only=True)
 class Cleared:
-    """removed, kept: names of datasets; kept are those that an open reader uses. num_bytes, files:
-    that were removed, or would be.
+    """What `clear_cache` removed, or would remove.
+
+    Args:
+        removed: Names of the datasets that were removed.
+        kept: Names of the chosen datasets that an open reader uses.
+        files: How many files were removed.
+        num_bytes: Their bytes.
     """
 
     removed: tuple[str, ...]
@@ -76,7 +102,7 @@ class Cleared:
 
 
 def list_cache(cache_dir: Path | CacheFolder) -> CacheListing:
-    """What the cache folder holds; an empty listing where there is no folder. Changes nothing."""
+    """Returns what the cache folder holds; an empty listing if there is no folder."""
     folder = folder_of(cache_dir)
     files = files_below(folder.at(), folder.options)
     datasets = _datasets(folder, files)
@@ -96,12 +122,20 @@ def clear_cache(
     datasets: Sequence[str] | None = None,
     dry_run: bool = False,
 ) -> Cleared:
-    """Removes the datasets that were prepared more than `older_than_days` ago and are called one of
-    `datasets`; None asks for all.
+    """Removes datasets from a cache folder, and what no remaining dataset needs.
 
-    With them goes what no remaining dataset needs; where nothing limits the choice, leftovers,
-    plans and indexes go too. What a reader of this machine has open stays. Raises ConfigError for a
-    name that is not there, CacheError where somebody prepares in this folder.
+    If neither age nor name limits the choice, leftovers, plans and indexes go too. What a reader of
+    this machine has open stays.
+
+    Args:
+        cache_dir: The folder.
+        older_than_days: Removes only what was prepared at least so many days ago; None: any age.
+        datasets: Removes only datasets of these names; None: any name.
+        dry_run: Removes nothing, and returns what would be removed.
+
+    Raises:
+        ConfigError: There is no dataset of a name, or the age is negative.
+        CacheError: A process of this machine prepares in the folder.
     """
     folder = folder_of(cache_dir)
     require(
@@ -142,8 +176,10 @@ def clear_cache(
 
 
 def _alone(folder: CacheFolder) -> contextlib.AbstractContextManager[Any]:
-    """Raises CacheError where a process of this machine prepares there; in a bucket nobody can
-    tell.
+    """Keeps processes of this machine from preparing in the folder; in a bucket it can do nothing.
+
+    Raises:
+        CacheError: One prepares there already.
     """
     if folder.remote:
         return contextlib.nullcontext()
@@ -158,7 +194,7 @@ def _alone(folder: CacheFolder) -> contextlib.AbstractContextManager[Any]:
 
 
 def _hold(folder: CacheFolder, key: str, held: contextlib.ExitStack) -> bool:
-    """Whether nobody reads `key`, who is then kept away until `held` ends."""
+    """Returns whether nobody reads `key`; readers are then kept away until `held` ends."""
     if folder.remote:
         return True
     mine = locks.try_hold(locks.reader_lock(folder.local, key), exclusive=True)
@@ -168,7 +204,7 @@ def _hold(folder: CacheFolder, key: str, held: contextlib.ExitStack) -> bool:
 
 
 def _remove(folder: CacheFolder, names: Sequence[str], keys: Sequence[str]) -> None:
-    """Manifests come first: what they name is then no longer promised."""
+    """Removes files, manifests first, as what they name is then no longer promised."""
     first = [name for name in names if name.startswith("manifests/")]
     for some in (first, [name for name in names if name not in set(first)]):
         _each(
@@ -224,9 +260,9 @@ def _going(
     *,
     everything: bool,
 ) -> list[str]:
-    """Files to remove, manifests first."""
+    """Returns the files to remove, manifests first."""
     tokens = _token_files(going) - _token_files(staying)
-    # nobody knows what it names, so no leftover is surely one
+    # an unreadable manifest may name any file, so no file is surely a leftover
     if any(one.manifest is None for one in staying):
         everything = False
     named = [f"manifests/{one.key}{end}" for one in going for end in (".json", QUARANTINE)] + [
@@ -250,15 +286,14 @@ def _going(
 
 
 def _young(folder: CacheFolder, found: Found) -> bool:
+    """Returns whether a file may belong to a preparation that another machine has under way."""
     return folder.remote and time.time() - found.modified < YOUNG_S
 
 
 def _unnamed(
     folder: CacheFolder, files: Mapping[str, Found], datasets: Sequence[CachedDataset]
 ) -> list[str]:
-    """Token files that no manifest names and the records of such, and quarantine files without a
-    manifest.
-    """
+    """Returns the leftovers: token files that no manifest names, and what belongs to them."""
     needed, keys = _token_files(datasets), {one.key for one in datasets}
     found = [
         name
@@ -275,8 +310,9 @@ def _unnamed(
 
 
 def _records(folder: CacheFolder, files: Mapping[str, Found]) -> list[tuple[str, str | None]]:
-    """(name, token file) of every range; "" where the range has no documents, None where the record
-    cannot be read.
+    """Returns (name of the record, token file) of every range.
+
+    The token file is "" if the range has no documents, None if the record cannot be read.
     """
     names = _named(files, "ranges/", ".json")
     records = _each(
@@ -291,7 +327,7 @@ def _records(folder: CacheFolder, files: Mapping[str, Found]) -> list[tuple[str,
 
 
 def _each(folder: CacheFolder, work: Any, names: Sequence[str]) -> list[Any]:
-    """`work` of every name; several at a time where each is a request."""
+    """Returns `work` of every name; several run at a time if each is a request."""
     if not folder.remote:
         return [work(name) for name in names]
     with Threads(REQUESTS) as pool:
@@ -309,7 +345,7 @@ def _token_files(datasets: Sequence[CachedDataset]) -> set[str]:
 
 
 def _named(files: Mapping[str, Found], top: str, ending: str) -> list[str]:
-    """The files below `top` with this ending, none of them temporary."""
+    """Returns the files below `top` with this ending, without temporaries."""
     return [
         name
         for name in files

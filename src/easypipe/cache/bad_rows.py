@@ -1,4 +1,4 @@
-"""Bad rows of a preparation: the error budget, and the quarantine file that keeps them."""
+"""Bad rows of a preparation: the error budget, and the quarantine file that holds them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from easypipe.core.protocols import Reject, ShardedSource, raw_of
 from easypipe.transforms.refused import advice
 
 OnError = Literal["error", "skip", "quarantine"]
-RAW_CHARACTERS = 1 << 16  # of a bad row, kept for the quarantine
+RAW_CHARACTERS = 1 << 16  # characters of a bad row that the quarantine file holds
 
 
 class ErrorBudget:
-    """Bad rows of one dataset, charged in their order; benign ones are free.
+    """Charges the bad rows of one dataset in their order; benign ones are free.
 
     Args:
+        dataset: The name of the dataset.
         label: What is encoded, for errors.
-        on_error: "error" stops at the first.
-        max_bad_rows: How many may be skipped; None: any number.
+        on_error: "error" stops at the first bad row.
+        max_bad_rows: How many bad rows may be skipped; None allows any number.
     """
 
     def __init__(
@@ -34,10 +35,15 @@ class ErrorBudget:
     ) -> None:
         self.dataset, self.label, self.on_error = dataset, label, on_error
         self.max_bad_rows, self.bad = max_bad_rows, 0
-        self._first = ""  # where the first row is that became nothing, and why
+        self._first = ""  # where the first rejected row is, and why it was rejected
 
     def charge(self, record: Record) -> None:
-        """Raises SourceError and BudgetError, naming the row."""
+        """Charges the bad rows of a range.
+
+        Raises:
+            SourceError: There is a bad row, and `on_error` is "error"; it names the row.
+            BudgetError: There are more bad rows than allowed; it names the first row too many.
+        """
         for reject in record.rejects:
             if not self._first:
                 at = place(record.shard_name, row=reject.row)
@@ -59,7 +65,7 @@ class ErrorBudget:
                 )
 
     def require_documents(self, counts: Counts) -> None:
-        """Raises SourceError where not one row became a document."""
+        """Raises SourceError if not one row became a document."""
         if counts.docs:
             return
         found = counts.rejects
@@ -74,6 +80,7 @@ class ErrorBudget:
 
 
 def bad_row(at: str, reject: Reject) -> SourceError:
+    """Returns the error that names a bad row and what to do about it."""
     return SourceError(
         at=at,
         problem=f"{reject.reason}: {reject.detail}",
@@ -88,9 +95,12 @@ def write_quarantine(
     source: ShardedSource,
     column: str,
 ) -> tuple[str, str]:
-    """The file of bad rows, beside the manifest `key`, and its checksum.
+    """Writes the bad rows into a file beside the manifest `key`.
 
-    One JSON object a line: file, row, reason, detail, raw. Benign rows are no bad rows.
+    It has one JSON object a line: file, row, reason, detail, raw. Benign rows are not among them.
+
+    Returns:
+        (name of the file, its checksum).
     """
     name = f"{key}.quarantine.jsonl"
     path = folder.at("manifests", name)
@@ -115,8 +125,9 @@ def write_quarantine(
 
 
 def raw_row(source: ShardedSource, shard: int, row: int, column: str) -> str | None:
-    """A bad row for people to look at: as its file has it where the source can tell, else its value
-    as JSON.
+    """Returns a bad row for people to look at.
+
+    That is the row as its file has it if the source can tell, else its value as JSON.
     """
     raw = raw_of(source, shard, row)
     if raw is None:

@@ -1,12 +1,13 @@
-"""Block checksums of token files, checked at first touch, before a token reaches a batch.
+"""Checksums of blocks of token files, checked at first touch, before a token reaches a batch.
 
-block   BLOCK bytes of a token file, the last one fewer
-index   blocks with anything but tokens, masks or values of aligned columns: Arrow's own words,
+block   BLOCK bytes of a token file; the last one is shorter
+index   blocks with anything but tokens, masks or values of aligned columns: Arrow's metadata,
         lengths, EOS flags, row numbers
-flag    UInt8 for each part's index and for each of its blocks, in this order: 1 once it was checked
+flag    a UInt8 for each part's index and for each of its blocks, in this order: 1 once it was
+        checked
 
-A flag is set when what it stands for was held against its checksum, at its first touch; who reads
-by address looks at the flags.
+A flag is set when its block was compared with its checksum, at the block's first touch; code that
+reads by address looks at the flags.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from easypipe.core.values import Int64
 SHIFT = 16
 BLOCK = 1 << SHIFT
 INDEX = -1  # in place of the number of a block
-ROOM = 4096  # blocks that are noted at a time
-AHEAD = 7  # blocks that are checked with one that was touched
+ROOM = 4096  # the most blocks that are noted at a time
+AHEAD = 7  # how many further blocks are checked with one that was touched
 REMAKE = (
     "`easypipe verify CACHE --repair` makes it again, or delete it and prepare the dataset "
     "again; only its rows are tokenized anew."
@@ -46,14 +47,20 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStamp(Stamp):
-    """What was committed. blocks: as `Part.blocks` has it."""
+    """What was committed as a token file.
+
+    Args:
+        blocks: The checksums of its blocks, as in `Part.blocks`.
+    """
 
     blocks: str = ""
 
 
 def block_sums(data: Any) -> str:
-    """The low 32 bits of the XXH3-64 of every block of `data` (bytes, a buffer or a map),
-    little-endian, in base64.
+    """Returns the checksums of all blocks: the low 32 bits of XXH3-64, little-endian, in base64.
+
+    Args:
+        data: Bytes, a buffer or a map.
     """
     view = memoryview(data)
     sums = [xxh3_64_intdigest(view[at : at + BLOCK]) & _LOW for at in range(0, len(view), BLOCK)]
@@ -61,8 +68,10 @@ def block_sums(data: Any) -> str:
 
 
 def sums_of(part: Part, file: str) -> NDArray[np.uint32]:
-    """The checksums of a part's blocks; none where an earlier version wrote the manifest. Raises
-    CacheError where they are too few.
+    """Returns the checksums of a part's blocks; none if an earlier version wrote the manifest.
+
+    Raises:
+        CacheError: The manifest has another number of them than the file has blocks.
     """
     try:
         sums = np.frombuffer(base64.b64decode(part.blocks), "<u4")
@@ -80,8 +89,16 @@ def sums_of(part: Part, file: str) -> NDArray[np.uint32]:
 
 
 def check_fetched(data: bytes, start: int, sums: NDArray[np.uint32], file: str) -> None:
-    """Raises CacheError where one of the blocks of `data`, whose first begins at byte `start` of
-    `file`, is damaged. sums: of the file.
+    """Checks blocks that were fetched.
+
+    Args:
+        data: Their bytes.
+        start: The byte of `file` at which the first begins.
+        sums: The checksums of all blocks of `file`.
+        file: The file, for errors.
+
+    Raises:
+        CacheError: A block is damaged.
     """
     view = memoryview(data)
     for at in range(0, len(view) if len(sums) else 0, BLOCK):
@@ -96,12 +113,22 @@ def _damaged(start: int, num_bytes: int, file: str) -> CacheError:
 
 
 class BlockChecks:
-    """The flags of the parts of one token cache. Thread safe: a block that two threads touch first
-    at once is checked twice.
+    """The flags of the parts of one token cache.
+
+    It is thread safe: a block that two threads touch first at once is checked twice.
+
+    Attributes:
+        addresses: UInt64[P], where the flags of each part begin; 0 if an earlier version wrote the
+            manifest, so that there are no checksums.
     """
 
     def __init__(self, parts: Sequence[Part], files: Sequence[str]) -> None:
-        """files: the paths of the parts, for errors."""
+        """Clears all flags.
+
+        Args:
+            parts: The parts.
+            files: Their paths, for errors.
+        """
         self._parts, self._files, self._lock = parts, files, threading.Lock()
         counts = [1 + -(-part.num_bytes // BLOCK) for part in parts]
         self._first = offsets_of(counts)
@@ -109,8 +136,6 @@ class BlockChecks:
         self._sums = np.zeros(len(self._flags), np.uint32)
         self._left = len(self._flags)
         self._indexes_left = len(parts)
-        # Where the flags of each part begin, UInt64[P]; 0 where an earlier version wrote the
-        # manifest: nothing to hold it against.
         has = np.array([bool(part.blocks) for part in parts], np.bool_)
         self.addresses = np.where(has, self._flags.ctypes.data + self._first[:-1], 0).astype(
             np.uint64
@@ -136,11 +161,18 @@ class BlockChecks:
         runs: Iterable[tuple[int, int]],
         sound: Callable[[], None],
     ) -> None:
-        """address: of the mapped file. runs: where the tokens, the masks and the values of aligned
-        columns begin in it (0: it has none), and how many bytes of each a token has. sound: raises
-        CacheError where the index, which was found whole, says what cannot be.
+        """Checks the index of a part, unless that was done.
 
-        Raises CacheError where a block of the index is damaged.
+        Args:
+            part: The number of the part.
+            address: The address of the mapped file.
+            runs: (address, bytes per token) of the tokens, the masks and the values of each aligned
+                column; address 0 if the part has none.
+            sound: Is called when the index is intact; raises CacheError if what it says is
+                impossible.
+
+        Raises:
+            CacheError: A block of the index is damaged.
         """
         at = int(self._first[part])
         if self._flags[at]:
@@ -148,8 +180,8 @@ class BlockChecks:
         info = self._parts[part]
         size, count = info.num_bytes, -(-info.num_bytes // BLOCK)
         self._sums[at + 1 : at + 1 + count] = sums_of(info, self._files[part])
-        # The footer says where everything else is, so it comes first. What Arrow made of it cannot
-        # lie outside of the file.
+        # The footer says where everything else is, so it is checked first. Arrow has made sure that
+        # nothing lies outside of the file.
         self.check(part, range(count - 1, count), address)
         footer = int.from_bytes(_bytes(address + max(size - _END, 0), 4), "little")
         self.check(part, range(max(0, size - _END - footer) // BLOCK, count), address)
@@ -164,11 +196,18 @@ class BlockChecks:
         self._indexes_left = int(np.count_nonzero(self._flags[self._first[:-1]] == 0))
 
     def check(self, part: int, blocks: Iterable[int], address: int, ahead: int = 0) -> None:
-        """Raises CacheError where one of `blocks` is damaged. The index was checked before.
+        """Checks blocks of a part whose index was checked before.
 
-        ahead: how many blocks behind one are checked with it where the one before it was: who reads
-        on will touch them, and a call costs as much as a block. One that is damaged is left to who
-        touches it.
+        Args:
+            part: The number of the part.
+            blocks: The numbers of the blocks.
+            address: The address of the mapped file.
+            ahead: How many blocks behind one are checked with it if the one before it was checked:
+                a reader that goes on will touch them, and a call costs as much as a block. A
+                damaged one among them is left to the reader who touches it.
+
+        Raises:
+            CacheError: One of `blocks` is damaged.
         """
         at = int(self._first[part]) + 1
         flags = self._flags[at : int(self._first[part + 1])]
@@ -185,6 +224,7 @@ class BlockChecks:
             self._done(at + block, at + stop)
 
     def _intact(self, part: int, block: int, address: int) -> bool:
+        """Returns whether a block has its checksum."""
         data = _bytes(address + (block << SHIFT), self._length(part, block))
         return xxh3_64_intdigest(data) & _LOW == self._sums[self._first[part] + 1 + block]
 
@@ -192,7 +232,7 @@ class BlockChecks:
         return min(BLOCK, self._parts[part].num_bytes - (block << SHIFT))
 
     def _done(self, first: int, stop: int) -> None:
-        """Sets the flags of these numbers."""
+        """Sets the flags `first` to `stop`."""
         with self._lock:
             flags = self._flags[first:stop]
             self._left -= len(flags) - int(np.count_nonzero(flags))
@@ -200,28 +240,36 @@ class BlockChecks:
 
 
 def _bytes(address: int, num_bytes: int) -> pa.Buffer:
-    """A view; good for as long as the map is there."""
+    """Returns a view of memory, which is valid while the map exists."""
     return pa.foreign_buffer(address, num_bytes)
 
 
 def noted(todo: Int64) -> dict[int, set[int]]:
-    """What `note` wrote into Int64[2, n] `todo`: the blocks of each part, INDEX among them."""
+    """Returns the blocks of each part, INDEX among them, that `note` wrote into Int64[2, n] `todo`."""
     found: dict[int, set[int]] = {}
     for part, block in zip(*todo.tolist(), strict=True):
         found.setdefault(part, set()).add(block)
     return found
 
 
-# Looking at the flags inside of kernels
+# Kernels that look at the flags
 
 
 @jit
 def note(checked_at, file_at, address, num_bytes, part, todo, count):
-    """Adds the blocks of `num_bytes` bytes at `address` (Int64) that nobody checked to `todo`, as
-    far as there is room.
+    """Adds the unchecked blocks of a stretch of memory to `todo`, as far as there is room.
 
-    checked_at, file_at: where the part's flags and its file begin. todo: Int64[2, n], part and
-    block. Returns the new `count`.
+    Args:
+        checked_at: Where the part's flags begin.
+        file_at: Where the part's file begins.
+        address: Int64, where the stretch begins.
+        num_bytes: Its length.
+        part: The number of the part.
+        todo: Int64[2, n], part and block of each.
+        count: How many `todo` has.
+
+    Returns:
+        The new count.
     """
     if num_bytes > 0:
         flags, start = uint8_at(checked_at), address - np.int64(file_at)
@@ -234,8 +282,17 @@ def note(checked_at, file_at, address, num_bytes, part, todo, count):
 
 @jit
 def note_documents(docs, buffers, todo):
-    """`note` for tokens and masks of all of `docs` (Int64[n]) of one cache, which lies in `buffers`
-    (reader.Buffers). INDEX stands for a part's index, which comes first.
+    """Adds the unchecked blocks with tokens and masks of `docs` to `todo`, as `note` does.
+
+    INDEX stands for a part's index, which comes first.
+
+    Args:
+        docs: Int64[n], documents of one cache.
+        buffers: The Buffers of that cache.
+        todo: Int64[2, n].
+
+    Returns:
+        How many blocks `todo` has.
     """
     count, id_bytes = np.int64(0), buffers.id_bytes
     for doc in docs:
@@ -260,8 +317,16 @@ def note_documents(docs, buffers, todo):
 
 @jit
 def note_values(docs, buffers, addresses, size, todo):
-    """`note_documents` for the values of an aligned column, which begin at `addresses` (UInt64[P])
-    and have `size` bytes a token. The indexes were checked before.
+    """Adds the unchecked blocks with values of an aligned column, as `note_documents` does.
+
+    The indexes were checked before.
+
+    Args:
+        docs: Int64[n], documents of one cache.
+        buffers: The Buffers of that cache.
+        addresses: UInt64[P], where the values begin.
+        size: The bytes of a token's value.
+        todo: Int64[2, n].
     """
     count = np.int64(0)
     for doc in docs:

@@ -1,4 +1,4 @@
-"""How a token cache at a URL is reached and read."""
+"""CacheConfig: how a token cache at a URL is reached and read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,17 @@ def check_cache(
     *,
     streaming: bool,
 ) -> None:
-    """own: the datasets' cache_path. Raises ConfigError where `options` would do nothing."""
+    """Checks that the options for a token cache at a URL have an effect.
+
+    Args:
+        options: The options; None passes.
+        cache_dir: The cache folder of the pipeline.
+        own: The `cache_path` of each dataset.
+        streaming: Whether the pipeline streams.
+
+    Raises:
+        ConfigError: The options would have no effect.
+    """
     if options is None:
         return
     chosen = [cache_dir or os.environ.get("EASYPIPE_CACHE"), *own]

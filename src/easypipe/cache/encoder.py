@@ -1,4 +1,4 @@
-"""What the cache asks of whoever makes documents of rows: its writer is given one of these."""
+"""The protocol of encoders, which make documents of rows, and the columns of those documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RowsRead(Protocol):
 
     @property
     def rejects(self) -> tuple[Reject, ...]:
-        """The others."""
+        """The records of the range that no document can be made of."""
         ...
 
     @property
@@ -30,7 +30,7 @@ class RowsRead(Protocol):
     def num_bytes(self) -> int: ...
 
     def content_hash(self) -> str:
-        """XXH3-128 of all that decides the documents; the same whatever buffers it lies in."""
+        """Returns the XXH3-128 of all that decides the documents, whatever buffers it lies in."""
         ...
 
 
@@ -39,12 +39,13 @@ R = TypeVar("R", bound=RowsRead)
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """What rows became.
+    """The documents that rows became.
 
     Args:
         batch: The columns of `cache_schema`.
-        counts: Of the documents; rows and their rejects are left to who knows the range.
-        rejects: Rows that were read and became none.
+        counts: The counts of the documents; rows and rejects are added by the caller, who knows the
+            range.
+        rejects: Rows that were read and became no document.
     """
 
     batch: pa.RecordBatch
@@ -53,34 +54,50 @@ class EncodedDocuments:
 
 
 class RowEncoder(Protocol[R]):
-    """How rows become documents. Law: row-wise; what a row becomes depends on the row alone."""
+    """Turns rows into documents.
 
-    columns: tuple[str, ...]  # of the source, that are read; the first is shown of bad rows
-    label: str  # how errors and manifests call what is encoded
-    masked: bool  # documents carry a loss_mask
-    pairs: bool  # every document is two answers
-    aligned: tuple[AlignedColumn, ...]  # further columns with values for every token
+    Law: row-wise; what a row becomes depends on the row alone.
+
+    Attributes:
+        columns: The columns of the source that are read; the first is shown for bad rows.
+        label: The name of what is encoded, in errors and manifests.
+        masked: Whether documents have a loss_mask.
+        pairs: Whether every document is a pair of answers.
+        aligned: Further columns with values for every token.
+    """
+
+    columns: tuple[str, ...]
+    label: str
+    masked: bool
+    pairs: bool
+    aligned: tuple[AlignedColumn, ...]
 
     @property
     def tokenizer_identity(self) -> TokenizerIdentity: ...
 
     @property
     def backend(self) -> str:
-        """What encodes, for people; "" where rows are tokens already."""
+        """The name of what encodes, for people; "" if rows are tokens already."""
         ...
 
     def key(self) -> str:
-        """Digest of everything that decides tokens but the rows."""
+        """Returns the encoding key: a digest of all that decides tokens but the rows."""
         ...
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> R: ...
 
     def encode(self, rows: R, at: str, audit_key: str | None = None) -> EncodedDocuments:
-        """audit_key: a digest that says which rows are looked at again; None: none."""
+        """Encodes rows.
+
+        Args:
+            rows: What `read` returned.
+            at: Where they are, for errors.
+            audit_key: A digest that chooses the rows whose encoding is checked; None checks none.
+        """
         ...
 
     def content(self, batch: pa.RecordBatch) -> str:
-        """XXH3-128 of documents, of which the fingerprint of the cache is made."""
+        """Returns the XXH3-128 of documents, from which the fingerprint of the cache is made."""
         ...
 
 
@@ -93,8 +110,16 @@ def token_documents(
     mask: UInt8 | None,
     aligned: Sequence[pa.LargeListArray] = (),
 ) -> pa.RecordBatch:
-    """Documents in the columns of `cache_schema`: `ids[offsets[i] : offsets[i + 1]]`, and whether
-    each ends with EOS, its row, its loss mask where there is one, its values of aligned columns.
+    """Returns documents in the columns of `cache_schema`.
+
+    Args:
+        schema: The schema of the result.
+        offsets: Int64[n + 1]; document i is `ids[offsets[i] : offsets[i + 1]]`.
+        ids: The tokens of all documents.
+        ends: UInt8[n], whether each needs no EOS behind it.
+        rows: Int64[n], the row of each.
+        mask: UInt8[tokens], the loss mask; None if there is none.
+        aligned: The lists of each aligned column.
     """
     tokens, *masks = (
         pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
@@ -107,11 +132,12 @@ def token_documents(
 
 
 def documents_hash(batch: pa.RecordBatch, *, one_set_of_offsets: bool = False) -> str:
-    """XXH3-128 of offsets, tokens and the other columns of a whole token file; no nulls, no
-    slices.
+    """Returns the XXH3-128 of a whole token file: offsets, tokens and the other columns.
 
-    one_set_of_offsets: those of the loss mask and of aligned columns, which are those of the
-    tokens, are left out.
+    Args:
+        batch: The documents, without nulls and not a slice.
+        one_set_of_offsets: Leaves out the offsets of the loss mask and of aligned columns, which
+            equal those of the tokens.
     """
     hasher = xxhash.xxh3_128()
     for i, column in enumerate(batch.columns):

@@ -1,10 +1,8 @@
-"""The folder of a token cache, on this machine or at a URL.
-
-What is of this machine alone has a folder here in both cases.
+"""The folder of a token cache, on this machine or at a URL, and how files are committed into it.
 
 What is committed (manifests, records of ranges, tokens; cache/manifest.py has the layout) goes
-through `CacheFolder`, wherever it lies. Locks, indexes, plans and verdicts on fast tokenizers are
-always in `local`.
+through `CacheFolder`, wherever it lies. Locks, indexes, plans and checks of fast tokenizers are
+always in `local`, a folder of this machine.
 """
 
 from __future__ import annotations
@@ -24,41 +22,46 @@ from easypipe.core.errors import EasypipeError
 from easypipe.core.remote import StorageOptions
 from easypipe.core.values import JsonObject
 
-CONFIGS = "configs"  # what was prepared by which config (stages/build_record.py)
-STATS = b"easypipe"  # key of a token file's metadata
+CONFIGS = "configs"  # the folder of records which config prepared what (stages/build_record.py)
+STATS = b"easypipe"  # the key of our entry in a token file's metadata
 
 
 class CacheFolder:
-    """A folder of this machine."""
+    """A cache folder on this machine.
+
+    Attributes:
+        local: The folder.
+        remote: Whether it is at a URL.
+        temporary: Whether it goes with this process, so that no other may make parts of it.
+        options: The storage_options for its files.
+    """
 
     remote = False
-    temporary = False  # it goes with this process, so that no other may make parts of it
+    temporary = False
     options: StorageOptions = None
 
     def __init__(self, local: Path) -> None:
         self.local = local
 
     def at(self, *names: str) -> Path | str:
-        """The path or URL of what has these names below the folder."""
+        """Returns the path or URL with these names below the folder."""
         return self.local.joinpath(*names)
 
     def manifest(self, key: str) -> Path | str:
         return self.at("manifests", f"{key}.json")
 
     def tokens(self, file: str) -> Path | str:
-        """file: as `Part.file` has it."""
+        """Returns the path or URL of a token file, which is named as in `Part.file`."""
         return self.at("tokens", file)
 
     def holds(self, file: str, num_bytes: int, checksum: str) -> bool:
-        """Whether a token file is there as it was committed."""
+        """Returns whether a token file is there as it was committed."""
         path = self.local / "tokens" / file
         committed = storage.Stamp(num_bytes=num_bytes, checksum=checksum)
         return path.is_file() and storage.checksum(path) == committed
 
     def holds_quarantine(self, manifest: Manifest) -> bool:
-        """Whether the quarantine file of a manifest is there as it was committed; True where it has
-        none.
-        """
+        """Returns whether a manifest's quarantine file is intact; True if it names none."""
         if not manifest.quarantine:
             return True
         path = self.at("manifests", manifest.quarantine)
@@ -69,14 +72,25 @@ class CacheFolder:
         return manifest.quarantine_checksum in ("", found.checksum)
 
     def content(self, file: str) -> pa.Buffer:
-        """The bytes of a token file. Raises FileNotFoundError, OSError."""
+        """Returns the bytes of a token file.
+
+        Raises:
+            FileNotFoundError: There is none.
+            OSError: It cannot be read.
+        """
         with pa.memory_map(str(self.tokens(file))) as mapped:
             return mapped.read_buffer()
 
     def commit_tokens(
         self, file: str, batch: pa.RecordBatch, stats: JsonObject | None = None
     ) -> TokenStamp:
-        """Writes and commits a token file. stats: kept in its metadata."""
+        """Writes and commits a token file.
+
+        Args:
+            file: Its name, as in `Part.file`.
+            batch: Its documents.
+            stats: What its metadata says about it.
+        """
         schema = (
             batch.schema
             if stats is None
@@ -94,7 +108,11 @@ class CacheFolder:
 
 
 class RemoteFolder(CacheFolder):
-    """A folder at a URL. Raises StorageError where its protocol is unknown."""
+    """A cache folder at a URL.
+
+    Raises:
+        StorageError: The protocol of the URL is unknown.
+    """
 
     remote = True
 
@@ -108,9 +126,17 @@ class RemoteFolder(CacheFolder):
         staging_bytes: int = 1 << 34,
         staging_dir: Path | None = None,
     ) -> None:
-        """local: a folder of this machine for this URL. reading: whole token files, checked, or
-        ranges of bytes of them. staging_bytes: of tokens that are kept in a file in `staging_dir`
-        (None: the system's temporary folder) while they are read."""
+        """Describes the folder; sends no request.
+
+        Args:
+            url: The URL of the folder.
+            local: A folder of this machine for this URL.
+            options: The storage_options.
+            reading: "shards" fetches whole token files, "ranges" ranges of their bytes.
+            staging_bytes: The bytes of fetched tokens that are kept while they are read.
+            staging_dir: The folder of the file that keeps them; None takes the system's temporary
+                one.
+        """
         super().__init__(local)
         storage.filesystem(url, options)
         self.url, self.options = url.rstrip("/"), options
@@ -121,15 +147,16 @@ class RemoteFolder(CacheFolder):
         return "/".join([self.url, *names])
 
     def holds(self, file: str, num_bytes: int, checksum: str) -> bool:
-        """By its size: what arrived was checked when it was written."""
+        """Compares only the size, as what arrived was checked when it was written."""
         return storage.size_of(self.tokens(file), self.options) == num_bytes
 
     def content(self, file: str) -> pa.Buffer:
         return pa.py_buffer(storage.read_bytes(self.tokens(file), self.options))
 
     def commit_manifest(self, manifest: Manifest) -> None:
-        """The first of several writers wins; a manifest that cannot be read, or tells of other
-        tokens, is replaced.
+        """Commits a manifest; the first of several writers wins.
+
+        A manifest that cannot be read, or that names other tokens, is replaced.
         """
         path, data = self.manifest(manifest.key), manifest_json(manifest)
         if storage.create_bytes(path, data, self.options):
@@ -138,14 +165,12 @@ class RemoteFolder(CacheFolder):
             if read_manifest(path, self.options).parts == manifest.parts:
                 return
         except EasypipeError:
-            pass  # it is no manifest that this version reads, which is why it was prepared again
+            pass  # this version cannot read it, which is why the dataset was prepared again
         storage.commit_bytes(path, data, self.options)
 
     @cached_property
     def staging(self) -> Staging:
-        """The file that tokens are staged in: one for all datasets of this folder, in this
-        process.
-        """
+        """The file that the tokens of all datasets of this folder are staged in."""
         return Staging(self._staging_dir, self._staging_bytes)
 
 

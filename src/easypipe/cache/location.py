@@ -25,10 +25,10 @@ log = logging.getLogger("easypipe")
 
 
 class TemporaryFolder(CacheFolder):
-    """A folder below the system's temporary one (TMPDIR); removed when nobody holds this object, at
-    the latest when the process ends.
+    """A folder below the system's temporary one (TMPDIR).
 
-    A process that is killed leaves it behind, as it does every temporary file.
+    It is removed when this object is no longer held, at the latest when the process ends. A process
+    that is killed leaves it behind, as it does every temporary file.
     """
 
     temporary = True
@@ -38,14 +38,16 @@ class TemporaryFolder(CacheFolder):
         self._remove = weakref.finalize(self, shutil.rmtree, self.local, ignore_errors=True)
 
 
-@functools.cache  # once for each folder
+@functools.cache
 def _tell_who_writes(folder: Path) -> None:
-    """Says where others than this user decide what tokens are read: checksums find damage, not
-    what somebody wrote on purpose.
+    """Warns, once for each folder, if other users may write to it.
+
+    They could decide what tokens are read: checksums find damage, not what somebody wrote on
+    purpose.
     """
     try:
         status = folder.stat()
-    except OSError:  # it will be made, for this user alone to write
+    except OSError:  # it does not exist yet, and will be this user's own
         return
     if status.st_mode & stat.S_IWOTH:
         log.warning(
@@ -58,9 +60,14 @@ def _tell_who_writes(folder: Path) -> None:
 
 
 def cache_folder(given: str | Path | None, options: CacheConfig | None = None) -> CacheFolder:
-    """The cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's.
+    """Returns the cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's.
 
-    options: for one at a URL. Raises StorageError for a protocol that is unknown.
+    Args:
+        given: The config's folder; None if it names none.
+        options: The options for a folder at a URL.
+
+    Raises:
+        StorageError: The protocol of the URL is unknown.
     """
     chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
     if not storage.is_remote(chosen):
@@ -82,8 +89,9 @@ def cache_folder(given: str | Path | None, options: CacheConfig | None = None) -
 
 
 def _beside(url: str) -> Path:
-    """What this machine keeps for a cache at `url`: locks, indexes, plans, verdicts on fast
-    tokenizers.
+    """Returns this machine's folder for a cache at `url`.
+
+    It has locks, indexes, plans and checks of fast tokenizers.
     """
     own = os.environ.get("EASYPIPE_CACHE")
     root = own if own and not storage.is_remote(own) else platformdirs.user_cache_dir("easypipe")
@@ -98,8 +106,18 @@ def cache_folder_of(
     *,
     keep: bool | None = None,
 ) -> CacheFolder:
-    """Where the tokens of a dataset go. dataset: its DatasetConfig, None where it has none.
-    keep: as the stage says; None where it says nothing.
+    """Returns the folder that the tokens of a dataset go to.
+
+    Args:
+        name: The name of the dataset.
+        dataset: Its DatasetConfig; None if it has none.
+        source: Its rows.
+        context: What the stage was given.
+        keep: The stage's `cache_tokenized`; None if it was not set.
+
+    Returns:
+        A temporary folder if the tokens are not to be kept, or cannot be recognised by the next
+        process.
     """
     if context.config.streaming:
         if keep:
@@ -108,18 +126,18 @@ def cache_folder_of(
                 "leave it out",
                 name,
             )
-        # of which streaming asks only what is known of a tokenizer
+        # streaming uses it only for what is known about a tokenizer
         return own_folder(dataset, context)
     enabled = keep is not False and (dataset is None or dataset.cache_enabled)
     if not enabled:
         return TemporaryFolder()
-    if not info_of(source).cacheable:  # which a warning said where it was opened
+    if not info_of(source).cacheable:  # a warning said so when the source was opened
         return TemporaryFolder()
     return own_folder(dataset, context)
 
 
 def own_folder(dataset: Any, context: PipelineContext) -> CacheFolder:
-    """The dataset's cache_path, else the cache folder of the pipeline."""
+    """Returns the dataset's cache_path, else the cache folder of the pipeline."""
     own = None if dataset is None else dataset.cache_path
     if own is not None:
         return cache_folder(own, context.config.cache)
@@ -127,5 +145,5 @@ def own_folder(dataset: Any, context: PipelineContext) -> CacheFolder:
 
 
 def index_folder(dataset: Any, context: PipelineContext) -> Path | None:
-    """Where indexes of line files are kept; None keeps them in memory."""
+    """Returns the folder for indexes of line files; None keeps them in memory."""
     return own_folder(dataset, context).local / "indexes" if dataset.cache_enabled else None

@@ -2,12 +2,15 @@
 
 cache_dir/
   manifests/<key>.json                 this file; key = digest of the range keys
-  manifests/<key>.quarantine.jsonl     rows that were set aside, where there are any
+  manifests/<key>.quarantine.jsonl     rows that were set aside, if there are any
   ranges/<recipe>/<range key>.json     one per range of rows: the commit of that range
-  tokens/<ab>/<abcd…>.arrow            tokens, named by recipe and by the content of the text
-  proofs/<tokenizer>.json              whether the fast backend was seen to agree with the reference
+  tokens/<ab>/<abcd…>.arrow            tokens, named by recipe (cache/ranges.py) and by the content
+                                       of the text
+  proofs/<tokenizer>.json              whether the fast backend was found to agree with the
+                                       reference
 
-part    the rows `start` to `stop` of one source shard, and the file with their tokens ("" where no row was kept)
+part    the rows `start` to `stop` of one source shard, and the file with their tokens ("" if no row
+        was kept)
 """
 
 from __future__ import annotations
@@ -40,7 +43,21 @@ _EXACT = pydantic.ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Documents that came from rows `start` to `stop` of source shard `shard`."""
+    """The documents that came from rows `start` to `stop` of source shard `shard`.
+
+    Args:
+        shard: The number of the shard.
+        start: The first row.
+        stop: The row behind the last one.
+        docs: How many documents there are.
+        tokens: How many tokens they have.
+        file: The name of the token file below `tokens/`.
+        num_bytes: The size of the file.
+        checksum: XXH3-128 of the file.
+        blocks: The checksums of its blocks (cache/blocks.py); "" in manifests of earlier versions.
+        content: XXH3-128 of offsets, tokens and row numbers, which does not depend on the Arrow
+            version that wrote the file.
+    """
 
     __pydantic_config__: ClassVar = _EXACT
 
@@ -49,18 +66,17 @@ class Part:
     stop: Count
     docs: Count
     tokens: Count
-    file: str = ""  # below `tokens/`
+    file: str = ""
     num_bytes: Count = 0
-    checksum: str = ""  # XXH3-128 of the file
-    # checksums of its blocks, see cache/blocks.py; "" in manifests that earlier versions wrote
+    checksum: str = ""
     blocks: str = ""
-    # XXH3-128 of offsets, tokens and row numbers; does not depend on the Arrow version that wrote
-    # the file
     content: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerIdentity:
+    """What a manifest records about the tokenizer of its tokens."""
+
     __pydantic_config__: ClassVar = _EXACT
 
     name: str
@@ -83,7 +99,7 @@ class TokenizerIdentity:
 
     @property
     def tokens(self) -> TokenInfo:
-        """What sources say of its tokens."""
+        """What sources declare about its tokens."""
         return TokenInfo(
             tokenizer=self.name,
             tokenizer_fingerprint=self.fingerprint,
@@ -96,38 +112,57 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What became of rows and tokens: of a range of rows, or of a whole dataset.
+    """What became of rows and tokens, of a range of rows or of a whole dataset.
 
     Law: rows + pieces = docs + rejects; encoded + added + overlap = tokens + truncated.
+
+    Args:
+        rows: The rows that were read.
+        rejects: Rejected rows by reason.
+        docs: Documents.
+        tokens: Tokens that were stored.
+        encoded: Tokens of the text itself.
+        added: Special tokens around it.
+        truncated: Tokens that were cut off.
+        special: Special strings in the texts that became special tokens.
+        escaped: Special strings in the texts that became ordinary text.
+        lost: Characters of the texts that became no token.
+        lengths: Documents over max_length by policy; `pieces` and `overlap` of splitting.
+        trained: Stored tokens that are targets; None if there is no loss mask.
+        equal_pairs: Pairs of answers that are equal; None if documents are not pairs.
+        aligned: How many tokens have values, by aligned column; None if there is none.
     """
 
     __pydantic_config__: ClassVar = _EXACT
 
     rows: int = 0
-    rejects: Mapping[str, int] = field(default_factory=dict)  # rows by reason
+    rejects: Mapping[str, int] = field(default_factory=dict)
     docs: int = 0
-    tokens: int = 0  # stored
-    encoded: int = 0  # tokens of the text itself
-    added: int = 0  # special tokens around it
+    tokens: int = 0
+    encoded: int = 0
+    added: int = 0
     truncated: int = 0
-    special: int = 0  # special strings in the texts of the documents that became special tokens ...
-    escaped: int = 0  # ... and those that became ordinary text
-    lost: int = 0  # characters of the texts that became no token
-    # documents over max_length by policy, `pieces` and `overlap` of splitting
+    special: int = 0
+    escaped: int = 0
+    lost: int = 0
     lengths: Mapping[str, int] = field(default_factory=dict)
-    trained: int | None = None  # stored tokens that are targets; None where there is no loss mask
-    equal_pairs: int | None = None  # of pairs of answers, those that are equal; None for none
-    # of aligned columns, for how many tokens they have values; None where there are none
+    trained: int | None = None
+    equal_pairs: int | None = None
     aligned: Mapping[str, int] | None = None
 
     def ledger(self, dataset: str, facts: Json) -> Ledger:
+        """Returns a ledger of these counts."""
         ledger = Ledger(facts=dict(facts))
         self.enter(ledger, dataset)
         return ledger
 
     def enter(self, ledger: Ledger, dataset: str, *, streamed: bool = False) -> None:
-        """Adds what became of the rows and texts, and of the tokens; of those that are streamed,
-        tokens are counted when they are drawn.
+        """Adds what became of rows, texts and tokens to a ledger.
+
+        Args:
+            ledger: The ledger.
+            dataset: The name of the dataset.
+            streamed: Whether the tokens are streamed; they are then counted when they are drawn.
         """
         stage, written = ("stream", "documents") if streamed else ("tokenize", "written")
         over = dict(self.lengths)
@@ -162,7 +197,7 @@ class Counts:
 
 
 def total(counts: Iterable[Counts]) -> Counts:
-    """The sum of several."""
+    """Returns the sum of several counts."""
     sums: JsonObject = {}
     for each in counts:
         for name, value in dataclasses.asdict(each).items():
@@ -177,7 +212,27 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about a token cache but the tokens."""
+    """Everything about a token cache but the tokens.
+
+    Args:
+        dataset: The name that it was prepared as.
+        key: The name of the manifest: a digest of the range keys and of how bad rows are handled.
+        content_field: What was encoded.
+        tokenizer: Its tokenizer.
+        shard_names: The names of the source's shards.
+        shard_rows: The rows of each shard.
+        parts: The ranges, in order.
+        counts: What became of rows and tokens.
+        fingerprint: A digest of the documents: equal wherever the same text met the same tokenizer.
+        loss_mask: Whether documents have a loss mask.
+        pairs: Whether every document is a pair of answers; the second begins where its loss_mask is
+            SEGMENT_BREAK.
+        aligned: The columns with values for every token.
+        quarantine: The name of the quarantine file beside this one; "" if there is none.
+        quarantine_checksum: Its XXH3-128; "" in manifests of earlier versions.
+        facts: What was measured: seconds, bytes, backend.
+        format: The version of this layout.
+    """
 
     __pydantic_config__: ClassVar = _EXACT
 
@@ -189,40 +244,42 @@ class Manifest:
     shard_rows: tuple[int, ...]
     parts: tuple[Part, ...]
     counts: Counts
-    fingerprint: str  # of the documents: equal wherever the same text met the same tokenizer
+    fingerprint: str
     loss_mask: bool = False
-    # every document is two: the second begins where its loss_mask is SEGMENT_BREAK
     pairs: bool = False
     aligned: tuple[AlignedColumn, ...] = ()
-    quarantine: str = ""  # file beside this one ...
-    # ... and its XXH3-128; "" in manifests that earlier versions wrote
+    quarantine: str = ""
     quarantine_checksum: str = ""
-    facts: Json = field(default_factory=dict)  # seconds, bytes, backend: measured
+    facts: Json = field(default_factory=dict)
     format: int = FORMAT
 
 
 def fingerprint_of(tokenizer: TokenizerIdentity, parts: Iterable[Part]) -> str:
-    """Of the documents in `parts`."""
+    """Returns the fingerprint of the documents in `parts`."""
     content = [[part.shard, part.start, part.stop, part.content] for part in parts]
     return digest("tokens", tokenizer.fingerprint, content)
 
 
 def manifest_json(manifest: Manifest) -> bytes:
+    """Returns the bytes of a manifest's file."""
     values = dataclasses.asdict(manifest)
-    if not manifest.aligned:  # as manifests were before there were any
+    if not manifest.aligned:  # written as before there were aligned columns
         del values["aligned"], values["counts"]["aligned"]
     return checked_json(values)
 
 
 def read_manifest(path: str | Path, storage_options: StorageOptions = None) -> Manifest:
-    """Raises CacheError for another format version or a file that is no manifest, MissingFileError
-    where there is none.
+    """Reads a manifest.
+
+    Raises:
+        MissingFileError: There is none.
+        CacheError: It has another format version, or is not a manifest.
     """
     return parse_manifest(read_bytes(path, storage_options), path)
 
 
 def parse_manifest(data: bytes, path: str | Path) -> Manifest:
-    """data: what is in the file at `path`. Raises CacheError as `read_manifest` does."""
+    """Does what `read_manifest` does, with the bytes `data` of the file at `path`."""
     try:
         values = parse_checked(data, path, older=_KEYS)
         check_format(values, path)
@@ -249,7 +306,7 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
 
 
 def contradictions(m: Manifest) -> Iterator[str]:
-    """What a manifest says against itself."""
+    """Yields what a manifest says against itself."""
     docs, tokens = sum(part.docs for part in m.parts), sum(part.tokens for part in m.parts)
     if (docs, tokens) != (m.counts.docs, m.counts.tokens):
         yield (
@@ -290,6 +347,7 @@ _KEYS = tuple(entry.name for entry in dataclasses.fields(Manifest))
 
 
 def check_format(values: Any, path: str | Path) -> None:
+    """Raises CacheError if `values` have another format version than this one."""
     found = values.get("format") if isinstance(values, dict) else None
     if found != FORMAT:
         raise CacheError(

@@ -1,11 +1,9 @@
-"""Token files of this machine, mapped into memory at addresses that do not change.
+"""Token files on this machine, mapped into memory at addresses that do not change.
 
-A process maps at most vm.max_map_count files. Caches are mapped whole when they are opened, until
-those of the process have half of that. From then on a file has its place in a reserved stretch of
-addresses, which costs nothing, and is mapped there while somebody reads it. A quarter of the limit
-is for such files; those that were not read for the longest go first.
-
-Linux alone has that limit.
+A process maps at most vm.max_map_count files (only Linux has that limit). Caches are mapped whole
+when they are opened, until those of the process use half of it. From then on each file has its
+place in a reserved stretch of addresses, which costs nothing, and is mapped there while it is read.
+A quarter of the limit is for such files; the least recently read are unmapped first.
 """
 
 from __future__ import annotations
@@ -34,20 +32,20 @@ from easypipe.core.values import Int64, Integers, UInt64
 AGAIN = "Prepare the dataset again; only this range is tokenized anew."
 LIMIT = Path("/proc/sys/vm/max_map_count")
 
-# MAP_NORESERVE is not of every system
+# not every system has MAP_NORESERVE
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-_FIXED = 0x10  # MAP_FIXED of Linux: in the place of what is there
+_FIXED = 0x10  # MAP_FIXED of Linux: replaces what is mapped there
 _NOTHING = 0  # PROT_NONE
 
-_lock = threading.RLock()  # re-entrant: a collector may run _forget within it
-_standing = 0  # files of caches that are mapped whole
-# by (number of MappedFiles, file), the longest unread first
+_lock = threading.RLock()  # re-entrant, as the garbage collector may run _forget within it
+_standing = 0  # how many files are mapped for as long as their cache lives
+# by (number of MappedFiles, file), the least recently read first
 _open: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
 _numbers = itertools.count()
 
 
 def most_maps() -> int:
-    """What one process may map."""
+    """Returns how many files one process may map."""
     try:
         return int(LIMIT.read_text())
     except (OSError, ValueError):
@@ -55,7 +53,7 @@ def most_maps() -> int:
 
 
 def may_map(owner: _Region, files: int) -> bool:
-    """Whether `owner` may map all of its files for as long as it lives."""
+    """Returns whether `owner` may map all of its files while it lives, and counts them if so."""
     global _standing
     with _lock:
         if _standing + files > most_maps() // 2:
@@ -72,14 +70,18 @@ def _give_back(files: int) -> None:
 
 
 class _Region:
-    """Addresses that files are mapped to; they are given back when nobody holds this object, nor a
-    view of what stands there.
+    """The owner of the addresses that files are mapped to.
+
+    They are given back when neither this object nor a view of what stands there is held.
     """
 
 
 class _Entry:
-    """A file that is mapped in its place. pins: readers at work on it, for as long as the owner
-    lives.
+    """A file that is mapped in its place for a while.
+
+    Attributes:
+        owner: The MappedFiles that it belongs to.
+        pins: How many readers are at work on it.
     """
 
     def __init__(self, owner: weakref.ref[MappedFiles], pins: int) -> None:
@@ -87,15 +89,18 @@ class _Entry:
 
 
 class MappedFiles:
-    """The files of one cache; implements cache.reader.TokenFiles. Thread safe.
+    """The files of one cache; it implements cache.reader.TokenFiles. It is thread safe.
 
-    stays: all of them are mapped for as long as this object lives, so that `hold` has nothing to
-    do.
+    Attributes:
+        stays: Whether all files are mapped for as long as this object lives, so that `hold` has
+            nothing to do.
     """
 
     def __init__(self, parts: Sequence[Part], paths: Sequence[str]) -> None:
-        """Raises CacheError where so many addresses are not to be had, and where a file is missing
-        or of another size.
+        """Reserves addresses for all files, and maps them if they may stay.
+
+        Raises:
+            CacheError: There are not enough addresses, or a file is missing or of another size.
         """
         step = mmap.ALLOCATIONGRANULARITY
         self._paths, self._sizes = paths, [part.num_bytes for part in parts]
@@ -112,21 +117,25 @@ class MappedFiles:
         self.addresses: UInt64 = places[:-1].astype(np.uint64) + np.uint64(region)
         self._region = _Region()
         gone = weakref.finalize(self._region, _forget, self._number, region, size)
-        # threads that still read when the process ends are not to find nothing there
+        # not at exit: threads that still read when the process ends would crash
         gone.atexit = False
         self.stays = may_map(self._region, len(paths))
-        self._batches: list[pa.RecordBatch] = []  # where all files stay
+        self._batches: list[pa.RecordBatch] = []  # filled only if all files stay
         for i in range(len(paths) if self.stays else 0):
             self._bring(i)
             self._batches.append(self._batch(i))
 
     @property
     def most(self) -> int:
-        """Files that should be held at once, at most; more are held where they must be."""
+        """The most files that should be held at once; more are held if they must be."""
         return sys.maxsize if self.stays else max(1, most_maps() // 4)
 
     def batch(self, i: int) -> pa.RecordBatch:
-        """A file that is held, where it lies. Raises CacheError where it is no token file."""
+        """Returns the documents of a file that is held, without a copy.
+
+        Raises:
+            CacheError: It is not a token file.
+        """
         return self._batches[i] if self.stays else self._batch(i)
 
     def _batch(self, i: int) -> pa.RecordBatch:
@@ -135,8 +144,10 @@ class MappedFiles:
 
     @contextlib.contextmanager
     def hold(self, files: Integers, docs: Int64 | None = None) -> Generator[None]:
-        """While the block lasts, `files` (Int[n]) may be read. Raises CacheError where one cannot
-        be mapped.
+        """Maps `files` (Int[n]) for the length of the block.
+
+        Raises:
+            CacheError: A file cannot be mapped.
         """
         if self.stays:
             yield
@@ -166,6 +177,7 @@ class MappedFiles:
                 _shrink(self.most)
 
     def _bring(self, i: int) -> None:
+        """Maps file i in its place."""
         path, size = self._paths[i], self._sizes[i]
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -174,7 +186,7 @@ class MappedFiles:
         except OSError as error:
             raise CacheError(at=path, problem=f"cannot be read: {error}", fix=AGAIN) from error
         try:
-            # what lies behind its end must not be read
+            # touching a map behind the end of its file would crash the process
             found = os.fstat(descriptor).st_size
             if found != size:
                 raise CacheError(
@@ -192,6 +204,7 @@ class MappedFiles:
             os.close(descriptor)
 
     def _drop(self, i: int) -> None:
+        """Unmaps file i; its addresses stay reserved."""
         done = _map(
             int(self.addresses[i]), max(self._sizes[i], 1), _NOTHING, _RESERVED | _FIXED, -1
         )
@@ -199,7 +212,11 @@ class MappedFiles:
 
 
 def token_batch(data: pa.Buffer, at: str) -> pa.RecordBatch:
-    """The documents of a token file, where `data` lies. Raises CacheError where it is none."""
+    """Returns the documents of a token file, without a copy of `data`.
+
+    Raises:
+        CacheError: It is not a token file.
+    """
     try:
         return pa.ipc.open_file(data).get_batch(0).replace_schema_metadata(None)
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -207,8 +224,10 @@ def token_batch(data: pa.Buffer, at: str) -> pa.RecordBatch:
 
 
 def require_sound(batch: pa.RecordBatch, part: Part, at: str) -> None:
-    """Raises CacheError where documents of a token file end outside of it, or it holds others than
-    were committed. Reads its index alone.
+    """Checks the index of a token file against itself and against what was committed.
+
+    Raises:
+        CacheError: Documents end outside of the file, or it holds others than were committed.
     """
     try:
         batch.validate(full=True)
@@ -226,9 +245,7 @@ def require_sound(batch: pa.RecordBatch, part: Part, at: str) -> None:
 
 
 def _shrink(most: int) -> None:
-    """Takes maps away, those that were not read for the longest first, until `most` are left, or
-    all that are left are read.
-    """
+    """Unmaps the least recently read files until `most` are left, but none that is being read."""
     for _ in range(len(_open)):
         if len(_open) <= most:
             return
@@ -237,13 +254,14 @@ def _shrink(most: int) -> None:
             _open.move_to_end(key)
             continue
         _open.pop(key, None)
-        # held from here on: its addresses cannot become somebody else's meanwhile
+        # While this reference is held, its addresses cannot be given to another cache.
         owner = entry.owner()
         if owner is not None:
             owner._drop(key[1])
 
 
 def _forget(number: int, region: int, num_bytes: int) -> None:
+    """Unmaps all files of a MappedFiles that is gone."""
     with _lock:
         for key in [key for key in list(_open) if key[0] == number]:
             _open.pop(key, None)
@@ -254,7 +272,7 @@ def _forget(number: int, region: int, num_bytes: int) -> None:
 def _map(
     address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int
 ) -> int | None:
-    """mmap(2); None where it fails. Python's own mmap cannot be told where."""
+    """Calls mmap(2), which Python's own mmap cannot be given an address for; None if it fails."""
     found = _libc().mmap(address, num_bytes, protection, flags, descriptor, 0)
     return None if found is None or found == ctypes.c_void_p(-1).value else int(found)
 

@@ -1,8 +1,10 @@
-"""Cutting a source into ranges of rows, and the record that commits what a range became.
+"""Cuts a source into ranges of rows, and reads and writes the record that commits each range.
 
 range   rows of one shard that are tokenized, stored and committed together
-recipe  digest of everything that decides tokens but the text: cache format, tokenizer, length,
-column key     digest of recipe, shard identity and rows: what a range is known by while its file does not change
+recipe  the encoding key: a digest of everything that decides tokens but the text, as cache format,
+tokenizer, length and column
+key     a digest of recipe, shard identity and rows, by which a range is known while its file does
+        not change
 """
 
 from __future__ import annotations
@@ -26,17 +28,20 @@ from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import is_inside
 from easypipe.core.values import Json, JsonObject
 
-# Bytes at rest of one range. Small files are cut finer, so that every worker has some; how a file
-# is cut follows from that file alone.
+# Bytes at rest of one range. Small files are cut finer, so that every worker gets some. How a file
+# is cut depends on that file alone.
 LEAST_BYTES = 4 << 20
 MOST_BYTES = 8 << 20
 PIECES = 16
 ROWS_OF_UNKNOWN_SIZE = 1 << 16
-BLANK_TEXTS = "blank texts skipped"  # in recipes: older caches may hold texts of white space alone
+# part of recipes since texts of white space alone are skipped, as older caches may hold such texts
+BLANK_TEXTS = "blank texts skipped"
 
 
 @dataclass(frozen=True)
 class Range:
+    """The rows `start` to `stop` of a shard; recipe and key are explained above."""
+
     shard: int
     start: int
     stop: int
@@ -46,22 +51,34 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a range became. On disk all of it stands side by side, with reasons in place of
-    `counts.rejects`.
+    """What a range became.
+
+    On disk all of it stands side by side, with `rejects` in place of `counts.rejects`.
+
+    Args:
+        part: Its documents.
+        counts: What became of its rows and tokens.
+        rejects: The rejected rows.
+        shard_name: The name of the shard.
+        text: XXH3-128 of the texts and their row numbers.
+        text_bytes: The bytes of the texts.
+        encoder: The name of what encoded them.
     """
 
     part: Part
     counts: Counts
     rejects: tuple[Reject, ...]
     shard_name: str
-    text: str  # XXH3-128 of the texts and their row numbers
+    text: str
     text_bytes: int
     encoder: str = ""
 
 
 def ranges_of(source: ShardedSource, recipe: str) -> list[Range]:
-    """All rows of the source, in order. Raises SourceError for a shard whose rows cannot be
-    counted.
+    """Returns all rows of the source as ranges, in order.
+
+    Raises:
+        SourceError: The rows of a shard cannot be counted.
     """
     found: list[Range] = []
     for shard, info in enumerate(source.shards):
@@ -73,6 +90,11 @@ def ranges_of(source: ShardedSource, recipe: str) -> list[Range]:
 
 
 def cut(info: Shard) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of the ranges of a shard.
+
+    Raises:
+        SourceError: Its rows cannot be counted.
+    """
     if info.num_rows is None:
         raise SourceError(
             at=place(info.name),
@@ -86,7 +108,7 @@ def cut(info: Shard) -> Iterator[tuple[int, int]]:
 
 
 def _edges(cuts: Sequence[int], rows: int, step: int) -> Iterator[int]:
-    """0 to `rows` in steps of about `step`, at a cheap cut where one is near enough."""
+    """Yields row numbers from 0 to `rows` in steps of about `step`, at cheap cuts near enough."""
     at = 0
     while at < rows:
         yield at
@@ -99,8 +121,10 @@ def _edges(cuts: Sequence[int], rows: int, step: int) -> Iterator[int]:
 
 
 def kept_rejects(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
-    """Those of one range as its record keeps them: benign ones counted, and bad rows that follow
-    each other for one reason and detail as one with their `count`.
+    """Returns the rejects of one range as its record stores them.
+
+    Benign ones are counted; consecutive bad rows of one reason and detail are one Reject with their
+    `count`.
     """
     kept: list[Reject] = []
     for reject in counted(rejects):
@@ -115,6 +139,7 @@ def kept_rejects(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
 
 
 def record_path(folder: CacheFolder, piece: Range) -> Path | str:
+    """Returns where the record of a range is stored."""
     return folder.at("ranges", piece.recipe, f"{piece.key}.json")
 
 
@@ -129,17 +154,21 @@ def write_record(path: Path | str, record: Record, storage_options: StorageOptio
         "encoder": record.encoder,
         "format": FORMAT,
     }
-    del values["shard"]  # another file may come to stand before it
+    del values["shard"]  # it changes when another file is added before this one
     remember_checked(path, values, storage_options)
 
 
 def read_record(
     path: Path | str, shard: int = 0, storage_options: StorageOptions = None
 ) -> Record | None:
-    """None where there is none, or, with a warning, a damaged one: the text is then read again, and
-    its tokens are found by its content.
+    """Returns the record at `path`; None if there is none or, with a warning, if it is damaged.
 
-    shard: the number that the range's shard has now.
+    The text is then read again, and its tokens are found by its content.
+
+    Args:
+        path: The record.
+        shard: The number that the range's shard has now.
+        storage_options: Passed to fsspec.
     """
 
     def record(values: JsonObject) -> Record:
@@ -162,8 +191,16 @@ def read_record(
 
 
 def record_of(values: Json, more: Sequence[Reject] = ()) -> Record:
-    """Raises KeyError, TypeError and ValueError where `values` are none of a record. more: rejects that they
-    lack.
+    """Returns the record in the values of a JSON object.
+
+    Args:
+        values: What is stored.
+        more: Rejects that they lack.
+
+    Raises:
+        KeyError: A value is missing.
+        TypeError: A value has the wrong type.
+        ValueError: A value has the wrong type or is impossible.
     """
     rejects = (*more, *(shaped(Reject, reject) for reject in values["rejects"]))
     reasons = Counter[str]()
@@ -182,13 +219,13 @@ def record_of(values: Json, more: Sequence[Reject] = ()) -> Record:
 
 
 def counts_json(counts: Counts) -> JsonObject:
-    """What a token file says of itself, and the record of its range."""
+    """Returns the counts that a token file and the record of its range store."""
     values = {name: value for name, value in dataclasses.asdict(counts).items() if name in _COUNTS}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def counts_of(values: Json) -> Counts:
-    """What `counts_json` gave; without rows and their rejects."""
+    """Returns the counts that `counts_json` gave, without rows and their rejects."""
     return shaped(Counts, {name: values[name] for name in _COUNTS if name in values})
 
 

@@ -1,8 +1,9 @@
-"""TokenCache, the reader: documents as token ids in memory-mapped Arrow files.
+"""TokenCache reads a token cache: documents as token ids in memory-mapped Arrow files.
 
 The length of every document is known before a token is touched.
 
-doc     a document, counted over the whole cache: the rows that were kept, in the order of the source
+doc     a document, numbered over the whole cache: the rows that were kept, in the order of the
+        source
 part    the file of one range of rows (cache/manifest.py)
 shard   a shard of the source that the tokens came from; rows keep its physical numbers
 """
@@ -57,16 +58,21 @@ _NONE = np.empty(0, np.int64)
 
 
 class Buffers(NamedTuple):
-    """Where everything lies in memory, for kernels. P parts; the TokenCache that gave them keeps
-    the maps alive.
+    """The addresses of all parts in memory, for kernels; there are P parts.
 
-    first_doc        Int64[P+1]    documents before each part, and in all
-    ids_address      UInt64[P]     first token of the part, `id_bytes` bytes each (unsigned)
-    offsets_address  UInt64[P]     int64 offsets of the documents in the part, one more than there are documents
-    mask_address     UInt64[P]     uint8 loss_mask, one per token; 0 where every token is a target
-    eos_address      UInt64[P]     uint8 per document: 1 where it already ends with EOS
-    file_address     UInt64[P]     first byte of the part's file
-    checked_address  UInt64[P]     flags of what was checked of it (cache/blocks.py); 0 where nothing has to be checked
+    They are valid while the TokenCache that returned them lives.
+
+    Attributes:
+        first_doc: Int64[P+1], the documents before each part, and in all.
+        ids_address: UInt64[P], the first token of the part, `id_bytes` bytes each (unsigned).
+        offsets_address: UInt64[P], the int64 offsets of the documents in the part, one more than
+            there are documents.
+        mask_address: UInt64[P], the uint8 loss_mask, one per token; 0 if every token is a target.
+        eos_address: UInt64[P], a uint8 per document: 1 if it already ends with EOS.
+        file_address: UInt64[P], the first byte of the part's file.
+        checked_address: UInt64[P], flags of the blocks that were checked (cache/blocks.py); 0 if
+            nothing has to be checked.
+        id_bytes: The bytes of a token id.
     """
 
     first_doc: Int64
@@ -82,42 +88,52 @@ class Buffers(NamedTuple):
 class TokenFiles(Protocol):
     """The token files of a cache as memory at addresses that do not change.
 
-    Law: what stands at `addresses[i]` is the file i while it is held; its index (lengths, EOS
-    marks, row numbers and Arrow's own words) alone while that is.
+    Law: `addresses[i]` holds the bytes of file i while a document of it is held, and its index
+    alone while only that is held. The index is all but tokens and masks: lengths, EOS marks, row
+    numbers and Arrow's metadata.
     """
 
     addresses: UInt64
 
     @property
     def stays(self) -> bool:
-        """Whether all is there for as long as this object lives, or a view of it."""
+        """Whether all files are in memory for as long as this object, or a view of it, lives."""
         ...
 
     @property
     def most(self) -> int:
-        """Files whose index should be held at once, at most."""
+        """The most files whose index should be held at once."""
         ...
 
     def batch(self, i: int) -> pa.RecordBatch:
-        """A file whose index is held, where it lies. Raises CacheError where it is no token
-        file.
+        """Returns the documents of a file whose index is held, without a copy.
+
+        Raises:
+            CacheError: It is not a token file.
         """
         ...
 
     def hold(self, files: Integers, docs: Int64 | None = None) -> AbstractContextManager[None]:
-        """Of file `files[i]` (Int[n]) its document `docs[i]`, or where `docs` is None its index
-        alone. Raises StorageError where it cannot be fetched, CacheError where it is not what was
-        committed.
+        """Holds documents, or the index of files, for the length of the block.
+
+        Args:
+            files: Int[n], numbers of files.
+            docs: Int64[n], the document of each file that is held; None holds the index alone.
+
+        Raises:
+            StorageError: A file cannot be fetched.
+            CacheError: A file is not what was committed.
         """
         ...
 
 
 class TokenCache(Source):
-    """Documents as tokens: by number, or as a source whose rows keep the row numbers of the source
-    that they were made of.
+    """A token cache as documents by number, and as a source of rows.
+
+    The rows keep the row numbers of the source that they were made from.
 
     Law: `read(shard, a, b)` gives what tokenizing rows a to b of that shard of the source gives.
-    Only a few words per part are held in anonymous memory. Thread safe.
+    Only a few words per part are held in anonymous memory. It is thread safe.
 
     Raises:
         CacheError: At opening, a file is missing, cut short or foreign; later, a block that is
@@ -130,14 +146,14 @@ class TokenCache(Source):
         """Opens a cache.
 
         Args:
-            path: A manifest.
-            dataset: The name to report under; None: the one that the cache was prepared as.
+            path: The manifest.
+            dataset: The name to report under; None takes the one that the cache was prepared as.
             folder: The folder of the manifest, needed if it is not on this machine; kept for as
                 long as this object lives.
         """
         self.folder = folder or CacheFolder(Path(path).parent.parent)
         self.path: Path | str = str(path) if self.folder.remote else Path(path)
-        # Held for as long as this object lives, so that nobody clears what it maps.
+        # The lock is held as long as this object lives, so that nobody clears what it maps.
         mapped = isinstance(self.path, Path) and self.path.exists()
         self._mark = locks.mark_reader(self.folder.local, Path(path).stem) if mapped else None
         self.manifest: Manifest = read_manifest(self.path, self.folder.options)
@@ -149,7 +165,7 @@ class TokenCache(Source):
         tokens = self.folder.at("tokens")  # pathlib takes a tenth of the time of opening
         self._names = [f"{tokens}/{part.file}" for part in self._parts]
         self._files: TokenFiles
-        # none in a bucket, whose files are checked when they are fetched
+        # There are none for a bucket, whose files are checked when they are fetched.
         self._blocks = BlockChecks((), ())
         if isinstance(self.folder, RemoteFolder):
             staging, options, reading = (
@@ -163,14 +179,16 @@ class TokenCache(Source):
             self._blocks = BlockChecks(self._parts, self._names)
         counts = [part.docs for part in self._parts]
         self._first_doc = offsets_of(counts)
-        # of each aligned column, where the values of each part begin: UInt64[P]
+        # by aligned column, the address at which the values of each part begin: UInt64[P]
         self._values = {one.name: np.zeros(len(counts), np.uint64) for one in self.aligned}
         self._buffers = self._look_into_files()
 
     @property
     def fingerprint(self) -> str:
-        """Of the content: the same text under the same tokenizer has the same fingerprint, wherever
-        and whenever it was prepared.
+        """A digest of the content.
+
+        The same text under the same tokenizer has the same fingerprint, wherever and whenever it
+        was prepared.
         """
         return self.manifest.fingerprint
 
@@ -196,7 +214,7 @@ class TokenCache(Source):
 
     @property
     def ledger(self) -> Ledger:
-        """Rows and tokens of the preparation."""
+        """The account of rows and tokens of the preparation."""
         return self.manifest.counts.ledger(
             self.dataset,
             {f"tokenize.{self.dataset}.{k}": v for k, v in self.manifest.facts.items()},
@@ -204,9 +222,7 @@ class TokenCache(Source):
 
     @property
     def quarantine(self) -> Path | str | None:
-        """The JSONL file of rows that were set aside, where there is one; a URL where the cache is
-        at one.
-        """
+        """The JSONL file of rows that were set aside, or its URL; None if there is none."""
         name = self.manifest.quarantine
         return self.folder.at("manifests", name) if name else None
 
@@ -222,7 +238,7 @@ class TokenCache(Source):
 
     @property
     def pairs(self) -> bool:
-        """Whether every document is two answers, see Manifest."""
+        """Whether every document is a pair of answers, as in `Manifest.pairs`."""
         return self.manifest.pairs
 
     @cached_property
@@ -240,8 +256,12 @@ class TokenCache(Source):
         )
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        """Rows `start` to `stop` of a source shard that were kept; zero-copy where they lie in one
-        part that stays mapped.
+        """Returns the rows `start` to `stop` of a source shard that were kept.
+
+        There is no copy if they are all in one part that stays mapped.
+
+        Raises:
+            SourceError: The shard has no such rows.
         """
         info = self.shards[shard]
         if not 0 <= start <= stop <= (info.num_rows or 0):
@@ -270,17 +290,19 @@ class TokenCache(Source):
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
     def lengths(self, docs: Int64) -> Int32:
-        """Stored tokens of each of `docs` (Int64[n]); Int32[n]. Raises IndexError for a document
-        that does not exist.
+        """Returns the number of stored tokens of each of `docs` (Int64[n]): Int32[n].
+
+        Raises:
+            IndexError: A document does not exist.
         """
         return self._of_each(docs, list_lengths, self._buffers.offsets_address, np.int32)
 
     def has_eos(self, docs: Int64) -> Bools:
-        """Whether each of `docs` (Int64[n]) already ends with the tokenizer's EOS; Bool[n]."""
+        """Returns for each of `docs` (Int64[n]) whether it needs no EOS behind it: Bool[n]."""
         return self._of_each(docs, byte_values, self._buffers.eos_address, np.bool_)
 
     def count_without_eos(self) -> int:
-        """Documents that do not end with the tokenizer's EOS."""
+        """Returns how many documents need an EOS behind them."""
         found = 0
         for first in range(0, len(self._parts), self._files.most):
             stop = min(first + self._files.most, len(self._parts))
@@ -290,43 +312,53 @@ class TokenCache(Source):
         return found
 
     def tokens(self, doc: int) -> NDArray[np.unsignedinteger]:
-        """The stored ids of one document; a view of the map where that stays."""
+        """Returns the stored ids of one document, as a view if the map stays."""
         part, local = self._find(doc)
         return self._rows(part, local, local + 1).column(INPUT_IDS).flatten().to_numpy()
 
     def where(self, doc: int) -> tuple[str, int]:
-        """(file, physical row) that a document came from."""
+        """Returns the file and the physical row that a document came from."""
         part, local = self._find(doc)
         with self._index(np.array([part])):
             row = self._files.batch(part).column(ROW_NUMBER)[local].as_py()
         return self.manifest.shard_names[self._parts[part].shard], row
 
     def buffers(self) -> Buffers:
-        """Addresses for kernels; good for as long as this object lives. Where `comes_and_goes`,
-        what stands there is only there while `pin` holds it."""
+        """Returns addresses for kernels, valid for as long as this object lives.
+
+        If `comes_and_goes`, there is something at an address only while `pin` holds it.
+        """
         return self._buffers
 
     def values(self, name: str) -> UInt64:
-        """Where the values of an aligned column begin in each part, as `buffers`: UInt64[P]; zeros
-        where the cache has no such column.
+        """Returns where the values of an aligned column begin in each part, for kernels.
+
+        Returns:
+            UInt64[P]; zeros if the cache has no such column.
         """
         found = self._values.get(name)
         return np.zeros(len(self._parts), np.uint64) if found is None else found
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether kernels find documents only while they are pinned: in a bucket, or where there
-        are more files than may be mapped.
+        """Whether kernels find documents only while they are pinned.
+
+        That is so in a bucket, and if there are more files than may be mapped.
         """
         return not self._files.stays
 
     @contextlib.contextmanager
     def pin(self, docs: Int64) -> Iterator[None]:
-        """The one door to documents: while the block lasts, `docs` (Int64[n]) are where `buffers`
-        says, fetched and mapped, and checked at their first touch.
+        """Holds documents for the length of the block; the one way to read them by address.
 
-        Raises StorageError where they cannot be fetched, CacheError where a file is not what was
-        committed.
+        They are fetched, mapped, and checked at their first touch, and stand where `buffers` says.
+
+        Args:
+            docs: Int64[n], the numbers of the documents.
+
+        Raises:
+            StorageError: They cannot be fetched.
+            CacheError: A file is not what was committed.
         """
         if self._files.stays:
             self._check_documents(docs)
@@ -338,7 +370,7 @@ class TokenCache(Source):
             yield
 
     def _check_documents(self, docs: Int64) -> None:
-        """docs: Int64[n], held in memory. Raises CacheError where one is damaged."""
+        """Checks `docs` (Int64[n]), which are in memory; raises CacheError if one is damaged."""
         if not self.pending:
             return
         todo = np.empty((2, ROOM), np.int64)
@@ -353,14 +385,21 @@ class TokenCache(Source):
 
     @property
     def pending(self) -> bool:
-        """Whether parts of its files were not held against their checksums yet: kernels then have
-        to look at the flags, and `check`.
+        """Whether some blocks have not been compared with their checksums yet.
+
+        Kernels then have to look at the flags, and `check` what was not.
         """
         return self._blocks.pending
 
     def check(self, part: int, blocks: Set[int]) -> None:
-        """Checks blocks of a part, as `blocks.noted` gives them. Raises CacheError where one is
-        damaged.
+        """Checks blocks of a part.
+
+        Args:
+            part: The number of the part.
+            blocks: Numbers of blocks as `blocks.noted` returns them, INDEX among them.
+
+        Raises:
+            CacheError: A block is damaged.
         """
         if INDEX in blocks:
             self._check_index([part])
@@ -368,8 +407,11 @@ class TokenCache(Source):
         self._blocks.check(part, sorted(blocks - {INDEX}), address, AHEAD)
 
     def verify(self) -> None:
-        """Reads every byte. Raises CacheError naming the first file whose checksum is not the one
-        that was committed.
+        """Reads every byte and compares each file's checksum.
+
+        Raises:
+            CacheError: The checksum of a file is not the one that was committed; it names the
+                first.
         """
         for part, name in zip(self._parts, self._names, strict=True):
             found = xxh3_128_hexdigest(self.folder.content(part.file))
@@ -382,7 +424,11 @@ class TokenCache(Source):
                 )
 
     def _look_into_files(self) -> Buffers:
-        """Raises CacheError where one does not hold what the manifest says."""
+        """Returns the addresses in all files.
+
+        Raises:
+            CacheError: A file does not hold what the manifest says.
+        """
         where = np.zeros((4, len(self._parts)), np.uint64)
         for i, part in enumerate(self._parts):
             with self._files.hold(np.array([i])):
@@ -394,7 +440,7 @@ class TokenCache(Source):
                         f"{part.docs}",
                         fix=AGAIN,
                     )
-                if not part.blocks:  # an earlier version wrote it: nothing is checked later
+                if not part.blocks:  # written by an earlier version, so nothing is checked later
                     self._require_sound(i)
                 where[:, i] = _addresses(batch)
                 for name, addresses in self._values.items():
@@ -408,7 +454,7 @@ class TokenCache(Source):
 
     @contextlib.contextmanager
     def _index(self, parts: Int64) -> Iterator[None]:
-        """While the block lasts, the checked index of `parts` (Int64[n]) may be read."""
+        """Holds the checked index of `parts` (Int64[n]) for the length of the block."""
         with self._files.hold(parts):
             self._check_index(np.unique(parts).tolist() if self._blocks.index_pending else ())
             yield
@@ -431,8 +477,9 @@ class TokenCache(Source):
         address: UInt64,
         kind: type,
     ) -> Array:
-        """`kernel(docs, first_doc, address, out)` for all of `docs`, some at a time where not all
-        files may be mapped at once.
+        """Returns what `kernel(docs, first_doc, address, out)` writes for all of `docs`.
+
+        It takes some documents at a time if not all files may be mapped at once.
         """
         docs = np.ascontiguousarray(docs, dtype=np.int64)
         if docs.size and (docs.min() < 0 or docs.max() >= self.num_docs):
@@ -458,7 +505,7 @@ class TokenCache(Source):
         return out
 
     def _rows(self, part: int, first: int, last: int) -> pa.RecordBatch:
-        """Documents `first` to `last` of a part; a copy where the map comes and goes."""
+        """Returns documents `first` to `last` of a part, as a copy if the map does not stay."""
         docs = np.arange(first, last) + self._first_doc[part]
         if self._files.stays:
             self._check_documents(docs)
@@ -468,6 +515,7 @@ class TokenCache(Source):
             return pa.ipc.read_record_batch(found.serialize(), found.schema)
 
     def _find(self, doc: int) -> tuple[int, int]:
+        """Returns the part of a document, and the document's number within it."""
         if not 0 <= doc < self.num_docs:
             raise IndexError(f"document {doc} of {self.num_docs}")
         part = bisect.bisect_right(self._first_doc, doc) - 1
@@ -479,8 +527,14 @@ class TokenCache(Source):
 
 @contextlib.contextmanager
 def pin(caches: Sequence[TokenCache], dataset: Integers, docs: Int64) -> Iterator[None]:
-    """`TokenCache.pin` for documents `docs` (Int64[n]) of the caches numbered `dataset` (Int[n]);
-    those that a cache does not have are left to the reader.
+    """Holds documents of several caches for the length of the block, as `TokenCache.pin` does.
+
+    Documents that a cache does not have are left for the reader to report.
+
+    Args:
+        caches: The caches.
+        dataset: Int[n], the index of each document's cache.
+        docs: Int64[n], the documents.
     """
     with contextlib.ExitStack() as stack:
         for i, cache in enumerate(caches):
@@ -493,7 +547,7 @@ def pin(caches: Sequence[TokenCache], dataset: Integers, docs: Int64) -> Iterato
 def cache_schema(
     vocab_size: int, *, loss_mask: bool = False, aligned: Sequence[AlignedColumn] = ()
 ) -> pa.Schema:
-    """Columns of a token file, and of whatever tokenizes a source without a cache."""
+    """Returns the columns of a token file; tokens that are made without a cache have the same."""
     fields = [
         pa.field(INPUT_IDS, token_list(vocab_size), nullable=False),
         pa.field(HAS_EOS, pa.uint8(), nullable=False),
@@ -505,7 +559,7 @@ def cache_schema(
 
 
 def _addresses(batch: pa.RecordBatch) -> tuple[int, int, int, int]:
-    """Where its tokens, offsets, masks (0: it has none) and EOS marks are."""
+    """Returns the addresses of tokens, offsets, masks (0 if there are none) and EOS marks."""
     ids = batch.column(INPUT_IDS)
     mask = (
         _address(batch.column(LOSS_MASK).values.buffers()[1])

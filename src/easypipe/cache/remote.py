@@ -1,12 +1,15 @@
-"""Token files in a bucket: kernels read a sparse local file that is filled as bytes are asked for.
+"""Token files in a bucket: kernels read a sparse local file that is filled as bytes are needed.
 
-part     a token file (cache/manifest.py), laid into the sparse file from a page on; its map is there from the start, its tokens are not
-index    what a part has beside tokens and masks: lengths, EOS flags, row numbers and Arrow's own words; fetched when the part is opened
-block    BLOCK bytes of a part, which have a checksum: what comes, is checked and, where it holds but tokens or masks, goes
+part     a token file (cache/manifest.py), given a place in the sparse file that begins at a page;
+         its map exists from the start, its tokens do not
+index    all of a part but tokens and masks: lengths, EOS flags, row numbers and Arrow's metadata;
+         fetched when the part is opened
+block    BLOCK bytes of a part with a checksum, fetched and checked as one; it is dropped again if
+         it holds only tokens or masks
 
 The file is unlinked as soon as it is open, so that it goes with the process, however that ends.
-`StagedFiles.hold` brings what is asked for and keeps it while its block lasts; beyond `capacity`
-the parts that were not asked for the longest give their blocks back to the file system.
+`StagedFiles.hold` fetches what is asked for and keeps it for the length of its block; beyond
+`capacity` the least recently used parts give their blocks back to the file system.
 """
 
 from __future__ import annotations
@@ -38,9 +41,9 @@ from easypipe.core.remote import StorageOptions
 from easypipe.core.threads import Threads
 from easypipe.core.values import Int64, Integers
 
-STRETCH = 1 << 36  # bytes of one map; a sparse file takes no room for them
-REQUESTS = 16  # under way at a time
-GUESS = 8 << 10  # bytes of Arrow's own words at either end of a file; asked again where it is more
+STRETCH = 1 << 36  # bytes of one map; a sparse file uses no disk for them
+REQUESTS = 16  # requests that run at a time
+GUESS = 8 << 10  # expected bytes of Arrow's metadata at either end of a file; more is fetched later
 
 log = logging.getLogger("easypipe")
 
@@ -48,11 +51,24 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # fallocate(2)
 
 
 class Staging:
-    """The sparse file, and who may stay in it. capacity: bytes of blocks. Thread safe."""
+    """The sparse file, and the least recently used order of the parts in it. It is thread safe.
+
+    Attributes:
+        capacity: The bytes of blocks that it may hold.
+        used: The bytes of blocks that it holds.
+        fetched_bytes: The bytes that were fetched in all.
+        pool: The threads that fetch.
+    """
 
     def __init__(self, folder: Path | None, capacity: int) -> None:
-        """folder: where the file is; None takes the system's temporary one. Raises StorageError
-        where it cannot be made.
+        """Makes the file.
+
+        Args:
+            folder: Where it is; None takes the system's temporary folder.
+            capacity: As in Attributes.
+
+        Raises:
+            StorageError: The file cannot be made.
         """
         try:
             if folder is not None:
@@ -68,14 +84,15 @@ class Staging:
         self._size = self._stretch = 0  # bytes of parts; where the last map begins
         self._map = memoryview(b"")
         self._lock = threading.Lock()
-        # those that have blocks, the longest unused first
+        # parts with blocks, the least recently used first
         self._parts: OrderedDict[int, StagedPart] = OrderedDict()
         self._warned = False
         self.pool = Threads(REQUESTS, thread_name_prefix="easypipe-stage")
 
     def reserve(self, num_bytes: int) -> tuple[int, memoryview]:
-        """(offset, map) of room for a part; no disk is taken yet. Many parts share a map: a process
-        may have but so many.
+        """Returns offset and map of room for a part; no disk is used yet.
+
+        Many parts share a map, as the number of maps of a process is limited.
         """
         with self._lock:
             base, step = self._size, max(BLOCK, mmap.ALLOCATIONGRANULARITY)
@@ -101,14 +118,14 @@ class Staging:
             self.fetched_bytes += len(data)
 
     def pin(self, part: StagedPart) -> None:
-        """Keeps what is here of `part`."""
+        """Keeps the blocks of `part` until `unpin`."""
         with self._lock:
             part.pins += 1
             self._parts[part.base] = part
             self._parts.move_to_end(part.base)
 
     def grow(self, num_bytes: int) -> None:
-        """Makes room for so many more bytes of pinned parts; fewer where it is negative."""
+        """Counts so many more bytes of pinned parts, and drops other parts beyond capacity."""
         with self._lock:
             self.used += num_bytes
             self._shrink()
@@ -119,6 +136,7 @@ class Staging:
             self._shrink()
 
     def _shrink(self) -> None:
+        """Drops the blocks of unpinned parts, least recently used first, down to `capacity`."""
         for part in list(self._parts.values()):
             if self.used <= self.capacity:
                 return
@@ -154,12 +172,17 @@ class Staging:
 
 
 class StagedPart:
-    """One token file. url: where it is. Its map holds the index from the start; `ranges` of tokens
-    after `fetch`.
+    """One token file in a bucket, at `url`.
+
+    Its map holds the index from the start, and tokens after `fetch_ranges` or `fetch_all`.
     """
 
     def __init__(self, staging: Staging, part: Part, url: str, options: StorageOptions) -> None:
-        """Raises CacheError where the file is gone, of another size, damaged or no token file."""
+        """Opens the file and fetches its index.
+
+        Raises:
+            CacheError: The file is gone, of another size, damaged or no token file.
+        """
         self.part, self.url, self.pins = part, url, 0
         self._sums = sums_of(part, url)
         self._staging, self._options = staging, options
@@ -178,23 +201,24 @@ class StagedPart:
         values = [
             (one.buffers()[1], len(one) // tokens * (one.type.bit_width // 8)) for one in numbers
         ]
-        # of ids, masks and values of aligned columns: bytes into the file
+        # where ids, masks and values of aligned columns begin, in bytes of the file
         self.starts = tuple(buffer.address - address for buffer, _ in values)
         self.widths = tuple(width for _, width in values)
-        self.blocks = np.zeros(-(-part.num_bytes // BLOCK), np.bool_)  # that are here
+        self.blocks = np.zeros(-(-part.num_bytes // BLOCK), np.bool_)  # whether each is here
         data = [
             (start, start + int(self.offsets[-1]) * width)
             for start, width in zip(self.starts, self.widths, strict=True)
         ]
-        # blocks without anything of the index: dropped
+        # (first, stop) of blocks that hold nothing of the index, and so may be dropped
         self._inside = [(-(-start // BLOCK), stop // BLOCK) for start, stop in data]
-        at = 0  # what lies between tokens and masks
+        at = 0  # the index is what lies between tokens and masks
         for start, stop in [*data, (part.num_bytes, part.num_bytes)]:
             self._bring_missing(at, start)
             at = stop
         require_sound(self.batch, part, url)
 
     def _open(self) -> pa.RecordBatch:
+        """Fetches what Arrow needs to open the file, and returns its batch."""
         size, docs = self.part.num_bytes, self.part.docs
         self._known: list[tuple[int, int]] = []
         head, tail = min(size, GUESS + 8 * (docs + 1)), min(size, GUESS + 17 * docs)
@@ -203,7 +227,7 @@ class StagedPart:
         else:
             self._bring(0, head)
             self._bring(size - tail, size)
-            at = 8  # behind the magic: schema and batch, each with its length in front
+            at = 8  # behind the magic come schema and batch, each with its length in front
             for _ in range(2):
                 self._bring_missing(at, min(at + 8, size))
                 at += 8 + int.from_bytes(self.map[at + 4 : at + 8], "little")
@@ -219,6 +243,7 @@ class StagedPart:
             self._bring(a, b)
 
     def _bring(self, start: int, stop: int) -> None:
+        """Fetches the blocks with bytes `start` to `stop`, and notes that they are here."""
         start, stop = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, self.part.num_bytes)
         try:
             self._fetch(start, stop)
@@ -229,13 +254,13 @@ class StagedPart:
         self._known.append((start, stop))
 
     def _fetch(self, start: int, stop: int) -> None:
-        """Whole blocks."""
+        """Fetches and checks bytes `start` to `stop`, which are whole blocks."""
         data = storage.read_range(self.url, start, stop, self._options)
         check_fetched(data, start, self._sums, self.url)
         self._staging.write(self.base + start, data)
 
     def wanted(self, docs: Int64) -> Int64:
-        """Blocks with tokens and masks of documents `docs` of this part, ascending; Int64."""
+        """Returns the blocks with tokens and masks of documents `docs`, ascending: Int64[n]."""
         first, last = self.offsets[docs], self.offsets[docs + 1]
         full = last > first
         found = [np.empty(0, np.int64)]
@@ -246,8 +271,10 @@ class StagedPart:
         return np.unique(np.concatenate(found))
 
     def fetch_ranges(self, blocks: Int64) -> list[Callable[[], None]]:
-        """Work that brings `blocks` (Int64[n], ascending, n > 0), a request for each run of
-        neighbours.
+        """Returns functions that fetch `blocks`, one request for each run of neighbours.
+
+        Args:
+            blocks: Int64[n], ascending, n > 0.
         """
         runs = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
         size = self.part.num_bytes
@@ -257,8 +284,10 @@ class StagedPart:
         ]
 
     def fetch_all(self) -> None:
-        """The whole file. Raises CacheError where its checksum is not the one that was
-        committed.
+        """Fetches the whole file.
+
+        Raises:
+            CacheError: Its checksum is not the one that was committed.
         """
         data = storage.read_range(self.url, 0, self.part.num_bytes, self._options)
         found = xxhash.xxh3_128(data).hexdigest()
@@ -271,7 +300,7 @@ class StagedPart:
         self._staging.write(self.base, data)
 
     def drop(self) -> int:
-        """Gives the room of its tokens back; returns how many bytes."""
+        """Gives the room of its tokens back; returns how many bytes that are."""
         for first, last in self._inside:
             if last > first and self.blocks[first:last].any():
                 self._staging.punch(self.base + first * BLOCK, (last - first) * BLOCK)
@@ -281,13 +310,14 @@ class StagedPart:
 
 
 class StagedFiles:
-    """The parts of one token cache in a bucket; implements cache.reader.TokenFiles. Thread safe.
+    """The parts of one token cache in a bucket; it implements cache.reader.TokenFiles.
 
-    reading: "shards" brings whole parts, checked; "ranges" blocks.
+    It is thread safe. With `reading` "shards" it fetches whole parts, with "ranges" blocks; both
+    are checked.
     """
 
     stays = False
-    most = sys.maxsize  # indexes are here from the start
+    most = sys.maxsize  # all indexes are here from the start
 
     def __init__(
         self,
@@ -310,8 +340,9 @@ class StagedFiles:
 
     @contextlib.contextmanager
     def hold(self, files: Integers, docs: Int64 | None = None) -> Generator[None]:
-        """Tokens and masks of document `docs[i]` (Int64[n]) of part `files[i]` are in its map
-        while the block lasts; its index is always there.
+        """Holds tokens and masks of document `docs[i]` (Int64[n]) of part `files[i]` for the block.
+
+        The index of every part is always there.
         """
         if docs is None:
             yield
@@ -321,11 +352,11 @@ class StagedFiles:
             try:
                 work: list[Callable[[], None]] = []
                 coming: list[tuple[StagedPart, Int64]] = []
-                # ascending, so that two threads never wait for each other
+                # in ascending order, so that two threads never wait for each other
                 for i in np.unique(files).tolist():
                     part = self.parts[i]
                     locks.enter_context(part.lock)
-                    self._staging.pin(part)  # before anybody looks at what is here of it
+                    self._staging.pin(part)  # before looking at which of its blocks are here
                     held.append(part)
                     blocks = (
                         np.arange(part.blocks.size)
@@ -339,7 +370,8 @@ class StagedFiles:
                 self._staging.grow(sum(absent.size for _, absent in coming) * BLOCK)
                 try:
                     _all(self._staging.pool, work)
-                # Ctrl-C as well: room that was counted is given back; what came is asked for again
+                # On any failure, Ctrl-C included, the counted room is given back. Blocks that did
+                # arrive are fetched again later.
                 except BaseException:
                     self._staging.grow(-sum(absent.size for _, absent in coming) * BLOCK)
                     raise
@@ -353,7 +385,10 @@ class StagedFiles:
 
 
 def _all(pool: Threads, work: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Everything at once; what one raises is raised when the others have ended."""
+    """Runs all of `work` at once, and returns the results in order.
+
+    When all have ended, the first failure is raised.
+    """
     running = [pool.submit(one) for one in work]
     failures = [failure for one in running if (failure := one.exception()) is not None]
     if failures:
@@ -362,7 +397,7 @@ def _all(pool: Threads, work: Iterable[Callable[[], Any]]) -> list[Any]:
 
 
 def _missing(start: int, stop: int, known: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What of `start` to `stop` is in none of `known`."""
+    """Returns the stretches of `start` to `stop` that are in none of `known`."""
     gaps = [(start, stop)] if stop > start else []
     for a, b in known:
         gaps = [

@@ -1,9 +1,7 @@
-"""Repair of a token cache: what verify.py found broken is made again from the source.
+"""Repairs a token cache: what verify.py found broken is made again from the source.
 
-What is whole stays as it is, byte for byte.
-
-A broken file is set aside, not deleted, until there is a new one: a repair that fails leaves
-everything as it was.
+What is intact stays as it is, byte for byte. A broken file is set aside, not deleted, until there
+is a new one: a repair that fails leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -30,9 +28,17 @@ log = logging.getLogger("easypipe")
 def repair_cache(
     folder: CacheFolder, broken: Sequence[Verification], writers: Sequence[CacheWriter[Any]]
 ) -> None:
-    """Makes good what is broken in `folder`, as far as one of `writers` fills it.
+    """Repairs what is broken in `folder`, as far as one of `writers` fills it.
 
-    Raises ConfigError where none does, and what filling raises: then all is as it was.
+    If filling fails, its error is raised and all is as it was.
+
+    Args:
+        folder: The folder of the token cache.
+        broken: What `verify` found.
+        writers: Writers of the datasets of a config.
+
+    Raises:
+        ConfigError: None of the writers fills this folder.
     """
     here = place_of(folder.at())
     wanted = {found.path: broken_files(found) for found in broken if found.kind == TOKEN_CACHE}
@@ -60,11 +66,12 @@ def repair_cache(
 
 
 def broken_files(found: Verification) -> set[str]:
+    """Returns the files to make again."""
     return {place_of(problem.file) for problem in found.problems if problem.file is not None}
 
 
 def place_of(path: str | Path) -> str:
-    """A path or URL in the one spelling under which places are compared."""
+    """Returns a path or URL in the one spelling under which places are compared."""
     if storage.is_remote(path):
         return str(path).rstrip("/")
     return str(Path(os.path.expanduser(str(path).removeprefix("file://"))).absolute())
@@ -72,11 +79,13 @@ def place_of(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def aside(files: Iterable[str], options: StorageOptions) -> Generator[dict[str, bytes]]:
-    """Sets files aside for the block: gone for good when it ends, put back where it raises. Yields
-    the bytes of the JSON files.
+    """Sets files aside for the block; removes them when it ends, and puts them back if it raises.
 
-    They stand beside their places meanwhile, in a bucket too, so that a process that is killed
+    Meanwhile they stand beside their places, in a bucket too, so that a process that is killed
     leaves them there.
+
+    Yields:
+        The bytes of the JSON files.
     """
     moved: dict[str, str] = {}
     kept: dict[str, bytes] = {}
@@ -111,12 +120,12 @@ def _move(file: str, there: str, options: StorageOptions) -> None:
 
 
 def _keep_the_old_facts(path: str, before: bytes | None, options: StorageOptions) -> None:
-    """A manifest that only measured other seconds this time is put back as it was."""
+    """Restores the old manifest if the new one differs only in what was measured."""
     if before is None:
         return
     try:
         old = parse_manifest(before, path)
-    except EasypipeError:  # that is what was broken
+    except EasypipeError:  # the manifest itself was broken
         return
     new = read_manifest(path, options)
     if dataclasses.replace(new, facts=old.facts, dataset=old.dataset) == old:

@@ -1,6 +1,6 @@
-"""Verification of a token cache: files byte by byte, the manifest, and the records of ranges.
+"""Verifies a token cache: every byte of its files, the manifest, and the records of its ranges.
 
-Nothing is changed here; cache/repair.py makes good what is found.
+Nothing is changed here; cache/repair.py repairs what is found.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ TOKEN_CACHE, RECORDS = "token cache", "records"
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is wrong, and where. file: the file to make again, None where none is to blame."""
+    """One thing that is wrong.
+
+    Args:
+        at: Where it is.
+        what: What is wrong.
+        file: The file to make again; None if no file is to blame.
+    """
 
     at: str
     what: str
@@ -53,14 +59,22 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """One dataset of a token cache, one saved folder or one checkpoint. rows, tokens: as the
-    manifest has them, 0 of a checkpoint; files, num_bytes: that were read.
+    """What was found in one dataset of a token cache, one saved folder or one checkpoint.
 
-    notes: what could not be checked, and why.
+    Args:
+        path: What was verified.
+        kind: "token cache", "saved rows", "records" or "checkpoint".
+        dataset: The name of the dataset; "?" if the manifest cannot be read.
+        files: The files that were read.
+        num_bytes: Their bytes.
+        rows: The rows that the manifest counts; 0 for a checkpoint.
+        tokens: The tokens that the manifest counts; 0 for a checkpoint.
+        problems: What is wrong.
+        notes: What could not be checked, and why.
     """
 
     path: str
-    kind: str  # "token cache", "saved rows", "records", "checkpoint"
+    kind: str
     dataset: str
     files: int = 0
     num_bytes: int = 0
@@ -75,7 +89,7 @@ class Verification:
 
 
 def verify_manifest(folder: CacheFolder, key: str) -> Verification:
-    """One dataset of a token cache. Reads every byte."""
+    """Verifies one dataset of a token cache; reads every byte."""
     path = str(folder.manifest(key))
     try:
         m = read_manifest(path, folder.options)
@@ -108,8 +122,13 @@ def verify_manifest(folder: CacheFolder, key: str) -> Verification:
 
 
 def verify_records(folder: CacheFolder) -> Iterator[Verification]:
-    """Records of ranges: what a later preparation would take over. Those whose tokens are gone or
-    damaged are passed over: that is told of their manifest, and a preparation notices.
+    """Verifies the records of ranges, which a later preparation would use again.
+
+    Records whose tokens are gone or damaged are passed over: their manifest's verification reports
+    that, and a preparation notices it.
+
+    Yields:
+        One Verification if there is a problem, else nothing.
     """
     ranges = folder.at("ranges")
     paths = [
@@ -135,7 +154,7 @@ def verify_records(folder: CacheFolder) -> Iterator[Verification]:
         what = ", ".join(
             f"{name} is {own[name]!r}, in its file {there[1][name]!r}"
             for name in own.keys() & there[1].keys()
-            if own[name] not in ("", there[1][name])  # earlier versions wrote some not
+            if own[name] not in ("", there[1][name])  # earlier versions left some empty
         )
         if what:
             problems.append(Problem(at=path, what=what, file=path))
@@ -146,8 +165,16 @@ def verify_records(folder: CacheFolder) -> Iterator[Verification]:
 
 
 def check_tokenizer(tokens: TokenInfo, manifest: str) -> tuple[list[Problem], tuple[str, ...]]:
-    """The golden probe: what the tokenizer of that name makes of a fixed text, and of its files, is
-    part of the fingerprint. manifest: the file that names it.
+    """Checks that the tokenizer of that name still encodes as it did.
+
+    Its fingerprint covers its files and what it makes of a fixed text.
+
+    Args:
+        tokens: What was recorded with the tokens.
+        manifest: The file that records it.
+
+    Returns:
+        (problems, notes); a tokenizer that is not found is a note.
     """
     try:
         found = same_tokenizer_again(tokens.tokenizer, tokens.tokenizer_fingerprint)
@@ -157,7 +184,7 @@ def check_tokenizer(tokens: TokenInfo, manifest: str) -> tuple[list[Problem], tu
         why = f"{error.at}: {error.problem}"
         return [], (f"the tokenizer is not here, so its encoding was not compared: {why}",)
     own = dataclasses.asdict(TokenizerIdentity.of(found).tokens)
-    # packed rows are padded with what the stage was given
+    # packed rows are padded with the id that the stage was given, not the tokenizer's
     ids = ("eos_token_id",) if tokens.seq_length else ("eos_token_id", "pad_token_id")
     what = [
         f"{name} is {value}, of the tokenizer {own[name]}"
@@ -168,13 +195,16 @@ def check_tokenizer(tokens: TokenInfo, manifest: str) -> tuple[list[Problem], tu
 
 
 def same_tokenizer_again(name: str, fingerprint: str) -> Tokenizer:
-    """The tokenizer that made some tokens, by the name and the fingerprint that were recorded with
-    them.
+    """Returns the tokenizer that made some tokens.
 
-    Raises TokenizerError where it cannot be found, or where what is there now encodes differently
-    (its golden probe is another).
+    Args:
+        name: The name that was recorded with the tokens.
+        fingerprint: The fingerprint that was recorded with them.
+
+    Raises:
+        TokenizerError: It cannot be found, or what is found encodes differently.
     """
-    # of a TokenizerConfig, what the fingerprint knows beside the files
+    # the one option of a TokenizerConfig that the fingerprint depends on, beside the files
     for special in (False, True):
         found = load_tokenizer(TokenizerConfig(name_or_path=name, add_special_tokens=special))
         if found.fingerprint == fingerprint:
@@ -190,7 +220,7 @@ def same_tokenizer_again(name: str, fingerprint: str) -> Tokenizer:
 def wrong_bytes(
     path: str, num_bytes: int, checksum: str, storage_options: StorageOptions
 ) -> str | None:
-    """What is wrong with the bytes of a file, if anything."""
+    """Returns what is wrong with the bytes of a file; None if they are right."""
     try:
         found = storage.checksum(path, storage_options)
     except FileNotFoundError:
@@ -205,8 +235,13 @@ def wrong_bytes(
 
 
 def _miscounted(m: Manifest, said: Sequence[JsonObject]) -> Iterator[str]:
-    """Where its counts are not those that its token files have. said: of these, what each has."""
-    # rows without a document are counted too, but kept in no file
+    """Yields the counts of a manifest that differ from those in its token files.
+
+    Args:
+        m: The manifest.
+        said: The counts that each token file has in its metadata.
+    """
+    # ranges without a document are counted too, but have no file
     if len(said) < len(m.parts) or not all(said):
         return
     held = dataclasses.asdict(total(counts_of(one) for one in said))
@@ -218,7 +253,7 @@ def _miscounted(m: Manifest, said: Sequence[JsonObject]) -> Iterator[str]:
 def _wrong_part(
     m: Manifest, part: Part, folder: CacheFolder, said: list[JsonObject]
 ) -> Iterator[Problem]:
-    """said: is given what the file says of itself."""
+    """Yields what is wrong with a token file; appends the counts in its metadata to `said`."""
     file = str(folder.tokens(part.file))
     shard = m.shard_names[part.shard] if 0 <= part.shard < len(m.shard_names) else "?"
     at = f"{file} (rows {part.start}:{part.stop} of {shard})"
@@ -242,7 +277,7 @@ def _wrong_part(
 
 
 def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
-    """What a token file holds that the manifest does not say."""
+    """Returns how the content of a token file differs from its manifest; None if it does not."""
     expected = cache_schema(m.tokenizer.vocab_size, loss_mask=m.loss_mask, aligned=m.aligned)
     if not batch.schema.equals(expected):
         return f"columns {fields_text(batch.schema)}, expected {fields_text(expected)}"
@@ -268,7 +303,7 @@ def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
 
 
 def _held(folder: CacheFolder, file: str) -> tuple[str, JsonObject] | None:
-    """Checksum of a token file, and what it holds and says of itself; None where it is none."""
+    """Returns the checksum of a token file, and what it holds; None if it is unreadable."""
     try:
         data = folder.content(file)
         batch = token_batch(data, file)
@@ -281,5 +316,5 @@ def _held(folder: CacheFolder, file: str) -> tuple[str, JsonObject] | None:
 
 
 def _said(data: pa.Buffer) -> JsonObject:
-    """What a token file says of itself."""
+    """Returns the counts that a token file has in its metadata."""
     return json.loads((pa.ipc.open_file(data).schema.metadata or {}).get(STATS, b"{}"))

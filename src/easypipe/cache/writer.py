@@ -1,10 +1,8 @@
-"""CacheWriter fills a token cache: threads read, tokenize and commit ranges of rows.
+"""CacheWriter fills a token cache: threads read, tokenize and commit ranges, then the manifest.
 
-The manifest is written last.
-
-Whatever was committed is used again: a range whose file did not change is not read, one whose text
-did not change is not tokenized. A process that is killed leaves committed ranges behind, and the
-next one goes on from there. Layout: cache/manifest.py.
+Whatever was committed is used again: a range whose file did not change is not read, and one whose
+text did not change is not tokenized. A process that is killed leaves committed ranges behind, and
+the next one goes on from there. The layout of the folder is in cache/manifest.py.
 """
 
 from __future__ import annotations
@@ -62,20 +60,29 @@ from easypipe.core.values import JsonObject
 log = logging.getLogger("easypipe")
 R = TypeVar("R", bound=RowsRead)
 
-SYNCS = 3  # ranges that wait for the disk while others are worked on ...
-UPLOADS = 8  # ... or are on their way to a bucket
+# how many ranges may wait for the disk, or for a bucket, while others are tokenized
+SYNCS = 3
+UPLOADS = 8
 
 
 @dataclass(kw_only=True, eq=False)
 class CacheWriter(Generic[R]):
-    """One dataset on its way into the token cache. Thread safe; reads no rows before it is asked
-    to.
+    """Fills the token cache of one dataset.
+
+    It is thread safe, and reads no rows until a method needs them.
 
     Args:
-        on_error: At a bad row (null, empty, no string, refused by the source) stop, or leave it out
-            and count it by reason, or write it to a file beside the manifest as well.
-        max_bad_rows: Stop at the first bad row after so many, counted in the order of the shards.
+        source: The rows.
+        encoder: Turns rows into documents.
+        dataset: The name of the dataset.
+        folder: The cache folder.
+        on_error: What happens at a bad row (null, empty, not a string, rejected by the source):
+            "error" stops, "skip" leaves it out and counts it by reason, "quarantine" also writes it
+            to a file beside the manifest.
+        max_bad_rows: Stops at the first bad row after so many, counted in the order of the shards.
         num_workers: Ranges in work at a time, each held in memory; None takes one per core.
+        progress: Is called after every range.
+        stage: The stage that its progress events name.
         when_made: Called with the key of the manifest when `fill` has made or found it.
 
     Raises:
@@ -90,7 +97,7 @@ class CacheWriter(Generic[R]):
     max_bad_rows: int | None = None
     num_workers: int | None = None
     progress: ProgressListener = silent
-    stage: str = "tokenize"  # of its progress events
+    stage: str = "tokenize"
     when_made: Callable[[str], None] = lambda key: None
 
     def __post_init__(self) -> None:
@@ -105,10 +112,13 @@ class CacheWriter(Generic[R]):
         self._ranges: tuple[str, Sequence[Range]] = "", ()
 
     def ranges(self) -> Sequence[Range]:
-        """All rows of the source cut into ranges. Reads no text.
+        """Returns all rows of the source cut into ranges; reads no text.
 
-        Remembered: thousands of shards are cut once in a process, and not again for every part of
-        them. Raises SourceError for a shard whose rows cannot be counted.
+        The result is remembered: thousands of shards are cut once in a process, and not again for
+        every part of them.
+
+        Raises:
+            SourceError: The rows of a shard cannot be counted.
         """
         key = self.encoder.key()
         if self._ranges[0] != key:
@@ -116,17 +126,20 @@ class CacheWriter(Generic[R]):
         return self._ranges[1]
 
     def key(self) -> str:
-        """What its manifest is called."""
+        """Returns the key of the manifest, which is its name."""
         ranges = [piece.key for piece in self.ranges()]
         return digest("manifest", FORMAT, ranges, self.on_error, self.max_bad_rows)
 
     def path(self) -> Path | str:
-        """Where its manifest stands, or will."""
+        """Returns the path or URL of the manifest, which need not exist yet."""
         return self.folder.manifest(self.key())
 
     def missing(self) -> tuple[list[int], int]:
-        """(numbers of the ranges that nobody has committed, how many ranges there are); none once
-        the manifest stands. Reads no text.
+        """Returns which ranges are not committed yet; reads no text.
+
+        Returns:
+            (numbers of those ranges, how many ranges there are); none are missing once the manifest
+            exists.
         """
         ranges = self.ranges()
         if storage.exists(self.path(), self.folder.options):
@@ -134,7 +147,7 @@ class CacheWriter(Generic[R]):
         return [i for i, one in enumerate(ranges) if self._record(one) is None], len(ranges)
 
     def is_filled(self) -> bool:
-        """Whether the token cache can be opened as it is."""
+        """Returns whether the token cache can be opened as it is."""
         try:
             TokenCache(self.path(), folder=self.folder)
         except (CacheError, FileNotFoundError):
@@ -142,11 +155,16 @@ class CacheWriter(Generic[R]):
         return True
 
     def fill(self, *, again: bool = False) -> TokenCache:
-        """The token cache: opened where it stands, finished where it was begun; the same object on
-        every later call, unless its files are to be looked at `again`.
+        """Returns the token cache, opened if it is complete, finished if it was begun.
 
-        Raises SourceError (missing column, bad row), BudgetError, TokenizerError, StorageError;
-        each names file and row where one is to blame.
+        Args:
+            again: Looks at its files again; else every later call returns the same object.
+
+        Raises:
+            SourceError: A column is missing, or a row is bad.
+            BudgetError: There are more bad rows than allowed.
+            TokenizerError: The tokenizer does not encode as it should.
+            StorageError: A file cannot be read or committed.
         """
         with self._lock:
             if self._cache is None or again:
@@ -156,11 +174,16 @@ class CacheWriter(Generic[R]):
             return self._cache
 
     def fill_part(self, numbers: Sequence[int]) -> int:
-        """Tokenizes and commits the ranges with these numbers and writes no manifest: `fill` finds
-        them done, on any machine.
+        """Tokenizes and commits some ranges without writing the manifest.
 
-        Errors as `fill`; bad rows are charged to the budget by `fill`, in their order. Returns how
-        many rows were gone through.
+        `fill` finds them done, on any machine. It also charges their bad rows to the budget, in
+        their order. Errors are those of `fill`.
+
+        Args:
+            numbers: The numbers of the ranges.
+
+        Returns:
+            How many rows the ranges have.
         """
         require(
             not self.folder.temporary,
@@ -177,8 +200,9 @@ class CacheWriter(Generic[R]):
         return work.num_rows
 
     def _opened(self) -> TokenCache | None:
-        """None where the cache was never finished, or a file of it is gone or damaged: then it is
-        made good.
+        """Returns the cache; None if it was never finished, or if a file is gone or damaged.
+
+        The caller then makes what is missing.
         """
         key = self.key()
         try:
@@ -199,7 +223,7 @@ class CacheWriter(Generic[R]):
         return None
 
     def _filled(self) -> TokenCache:
-        """Whatever is missing of the ranges, then the manifest."""
+        """Makes the ranges that are missing, then the manifest."""
         ranges, key, source = self.ranges(), self.key(), self.source
         with locks.preparing(self.folder.local, key, self.dataset) as waited:
             if waited and (opened := self._opened()):
@@ -245,6 +269,7 @@ class CacheWriter(Generic[R]):
             return TokenCache(self.folder.manifest(key), dataset=self.dataset, folder=self.folder)
 
     def _record(self, piece: Range) -> Record | None:
+        """Returns the committed record of a range; None if there is none."""
         record = read_record(record_path(self.folder, piece), piece.shard, self.folder.options)
         if record is None or (record.part.start, record.part.stop) != (piece.start, piece.stop):
             return None
@@ -272,10 +297,10 @@ class _Work(Generic[R]):
         self.num_rows = sum(piece.stop - piece.start for piece in ranges)
 
     def records(self) -> Generator[Record]:
-        """In the order of the ranges, whatever order they are finished in; a bounded number is
-        under way.
+        """Yields the record of each range in order, whatever order they are finished in.
 
-        A few threads more than work at a time: committing is waiting for the disk or the store.
+        A bounded number is under way. There are a few threads more than work at a time, as
+        committing is waiting for the disk or the store.
         """
         under_way: deque[Future[Record]] = deque()
         waiting, rows = iter(self._ranges), 0
@@ -308,9 +333,9 @@ class _Work(Generic[R]):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def facts(self, seconds: float) -> JsonObject:
-        """What was measured, for people."""
+        """Returns what was measured, for people."""
         facts: JsonObject = {"seconds": round(seconds, 3), "text_bytes": self._text_bytes}
-        # where some was done before, or elsewhere, the seconds say nothing about all of it
+        # if some ranges were done before, or elsewhere, the seconds do not cover all of them
         if not self._done["ranges_reused"]:
             speed = self._text_bytes / 1e6 / max(seconds, 1e-9)
             facts["megabytes_per_second"] = round(speed, 1)
@@ -322,7 +347,10 @@ class _Work(Generic[R]):
         return facts | {name: self._done[name] for name in names}
 
     def _process(self, piece: Range) -> Record:
-        """Read, tokenize, commit one range, as far as it is not done. Runs on a worker thread."""
+        """Reads, tokenizes and commits one range, as far as that is not done.
+
+        It runs on a worker thread.
+        """
         name, dataset = self._writer.source.shards[piece.shard].name, self._writer.dataset
         try:
             record = self._writer._record(piece)
@@ -350,8 +378,9 @@ class _Work(Generic[R]):
         return not part.file or self._folder.holds(part.file, part.num_bytes, part.checksum)
 
     def _store(self, piece: Range, name: str) -> Record:
-        """The record of a range, with its token file in place: written now, or found under the name
-        that its content gives it.
+        """Returns the record of a range whose token file is in place.
+
+        The file is written now, or found under the name that its content gives it.
         """
         source, encoder = self._writer.source, self._encoder
         with self._at_work:
@@ -372,7 +401,7 @@ class _Work(Generic[R]):
                 }
                 found = said, TokenStamp(num_bytes=0, checksum="")
                 self._count(documents_encoded=rows.num_texts, ranges_written=1)
-            del rows  # they are larger than their tokens
+            del rows  # freed before the commit, as rows are larger than their tokens
         said, stamp = found
         if batch is None:
             self._count(ranges_found_by_content=1)
@@ -396,8 +425,11 @@ class _Work(Generic[R]):
     def _found(
         self, file: str, piece: Range, rejects: Sequence[Reject]
     ) -> tuple[JsonObject, TokenStamp] | None:
-        """What a token file says of itself, and its stamp; None where it is not there, not whole,
-        or where its documents and `rejects` are not all rows of `piece`.
+        """Returns the metadata and the stamp of a token file that is already there.
+
+        Returns:
+            None if it is missing or damaged, or if its documents and `rejects` are not all rows of
+            `piece`.
         """
         data = pa.py_buffer(b"")
         try:
@@ -406,7 +438,7 @@ class _Work(Generic[R]):
             said = json.loads((batch.schema.metadata or {})[STATS])
             whole = self._encoder.content(batch) == said["content"]
             why = "its tokens have another hash than was committed"
-            if (name := said.get("file", file)) != file:  # earlier versions wrote none
+            if (name := said.get("file", file)) != file:  # earlier versions left it out
                 whole, why = False, f"it was written as {name}"
             elif whole and _leaks(said, piece, rejects):
                 whole, why = False, "it holds the documents of other rows"
@@ -427,7 +459,7 @@ class _Work(Generic[R]):
 
 
 def _leaks(said: JsonObject, piece: Range, rejects: Sequence[Reject]) -> bool:
-    """Whether a token file that says so does not account for every row of a range."""
+    """Returns whether a token file's own counts do not account for every row of a range."""
     nothing = {"shard": 0, "num_bytes": 0, "checksum": "", "shard_name": "", "file": ""}
     where = {"start": piece.start, "stop": piece.stop, "text": "", "text_bytes": 0}
     counts = record_of({**said, **nothing, **where}, rejects).counts
@@ -435,5 +467,5 @@ def _leaks(said: JsonObject, piece: Range, rejects: Sequence[Reject]) -> bool:
 
 
 def cores() -> int:
-    """Cores that this process may use; Linux alone tells which those are."""
+    """Returns the cores that this process may use; only Linux tells which those are."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

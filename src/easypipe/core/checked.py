@@ -36,9 +36,8 @@ _BLANK = b"0" * 32
 _MARK = f'\n "{KEY}": "'.encode()
 
 log = logging.getLogger("easypipe")
-_told: set[str] = (
-    set()
-)  # paths that were warned of: a file may be read often before it is made again
+# paths that were warned of: a file may be read often before it is made again
+_told: set[str] = set()
 
 
 def checked_json(value: Json) -> bytes:
@@ -119,8 +118,7 @@ def recall_checked(
     storage_options: StorageOptions = None,
     older: Collection[str] | None = None,
 ) -> T | None:
-    """Returns `parse` of what `remember_checked` wrote; the caller makes the file again if that is
-    None.
+    """Returns `parse` of what `remember_checked` wrote; if that is None, the caller makes it again.
 
     Args:
         path: The file.

@@ -1,7 +1,5 @@
 # pyright: strict
-"""Packages whose names are imported on first use; their stubs (`__init__.pyi`) list the names,
-once.
-"""
+"""Packages whose names are imported on first use; their stubs (`__init__.pyi`) list the names."""
 
 from __future__ import annotations
 

@@ -189,8 +189,7 @@ def working(cache_dir: Path) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
-    """Holds the manifest `key` for preparing, so that no other process prepares it or clears the
-    folder.
+    """Holds the manifest `key`, so that nobody else prepares it or clears the folder.
 
     Another process that prepares the same manifest waits, and then finds it done. Where the file
     system has no locks this warns, and goes on: two processes that prepare the same do it twice,

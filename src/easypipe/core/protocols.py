@@ -275,8 +275,7 @@ class Turns:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """What a source declares about itself; a source over another one passes on what holds for it
-    too.
+    """What a source declares about itself; a source over another passes on what holds for it too.
 
     Args:
         tokens: The tokenizer of the tokens in its rows; None if they hold none, or if it is
@@ -332,15 +331,11 @@ class Source(ShardedDataSource):
         return 0
 
     def shard_identity(self: ShardedSource, shard: int) -> str:
-        """Returns a digest of all that decides the rows of one shard, whatever shards stand beside
-        it.
-        """
+        """Returns a digest of all that decides the rows of one shard, whatever stands beside it."""
         return digest(self.fingerprint, self.shards[shard].name)
 
     def select(self: ShardedSource, columns: Sequence[str]) -> ShardedSource:
-        """Returns a source of the same rows with at least `columns`; it leaves out others to save
-        work.
-        """
+        """Returns the same rows with at least `columns`; others are left out if that saves work."""
         return self
 
     def exactly(self: ShardedSource, columns: Sequence[str]) -> ShardedSource:
@@ -395,9 +390,7 @@ def identity_of(source: ShardedSource, shard: int) -> str:
 
 
 def select(source: ShardedSource, columns: Sequence[str]) -> ShardedSource:
-    """Returns the source with `columns` alone, if it can leave out the others, else the source
-    itself.
-    """
+    """Returns the source with `columns` alone, or as it is if it cannot leave out the others."""
     return source.select(columns) if isinstance(source, Source) else source
 
 

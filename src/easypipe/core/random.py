@@ -51,11 +51,9 @@ def mix64(values: UInt64) -> UInt64:
 
 
 def word_bits(size: int) -> tuple[int, int]:
-    """Bits (left, right) of the two halves of a Feistel word: together the fewest that number
-    `size` words, at least one each.
+    """Returns the bits (left, right) of the two halves of a Feistel word.
 
-    The halves may differ by a bit, so that less than half of the words lie outside `range(size)`
-    and a walk takes two steps at most on average.
+    Together they are the fewest that number `size` words, at least one each.
     """
     bits = max(2, (size - 1).bit_length())
     return bits - bits // 2, bits // 2

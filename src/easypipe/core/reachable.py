@@ -1,7 +1,5 @@
 # pyright: strict
-"""Tells within seconds whether the Hub can be reached, so that a machine without network need not
-wait.
-"""
+"""Tells within seconds whether the Hub can be reached."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ _asked: dict[tuple[str, int], tuple[float, str | None]] = {}
 
 
 def near_here(name: str, fix: str) -> tuple[list[str] | None, str]:
-    """Returns what to try in place of a name that the Hub does not have and that may be a local
-    path.
+    """Returns what to try instead of a name that the Hub does not have, which may be a local path.
 
     Returns:
         (a few names of the folder that the name begins with, or None; the suggested fix, else
@@ -99,8 +96,7 @@ def _connection_failure(host: str, port: int) -> OSError | None:
 
 
 def _certificate_failure(url: str) -> ssl.SSLError | None:
-    """Returns the error of a certificate that the Hub's client does not trust, if that is the
-    problem.
+    """Returns the error of a certificate that the Hub's client does not trust; None if it does.
 
     The client alone knows which certificates it trusts; it would ask six times before it reports.
     """

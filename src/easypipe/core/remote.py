@@ -357,8 +357,7 @@ def is_http(url: str) -> bool:
 
 
 def http_options(url: str, options: Arguments) -> Arguments:
-    """Returns `options` for fsspec's client of web servers, which then sends secrets to one server
-    only.
+    """Returns `options` for fsspec's client of web servers, which sends secrets to one server only.
 
     That server is the one of `url`: no secret follows a redirect to another one.
 
@@ -406,8 +405,7 @@ class HttpFacts:
 
 
 def http_facts(fs: Any, url: str, timeout_s: float) -> HttpFacts:
-    """Asks a web server for size, identity (ETag, else Last-Modified), and whether it serves
-    ranges.
+    """Asks a web server for size, identity (ETag, else Last-Modified), and support of ranges.
 
     HEAD is not used: signed URLs often allow GET alone.
     """
@@ -533,9 +531,7 @@ def _http_identity(headers: Mapping[str, str]) -> str:
 
 
 def _wait(policy: RetryPolicy, attempt: int, error: BaseException) -> float:
-    """Returns the seconds until the next attempt: by the policy, or longer if the server asks for
-    it.
-    """
+    """Returns the seconds until the next attempt; more if the server asks for it."""
     jitter = random.uniform(0.5, 1.0)  # noqa: S311  (nobody gains by guessing it)
     wait = min(policy.longest_wait_s, policy.first_wait_s * 2 ** (attempt - 1)) * jitter
     for link in causes_of(error):

@@ -101,8 +101,7 @@ Result: TypeAlias = Ok[T] | Err[E]
 def attempt(
     function: Callable[P, U], *args: P.args, **kwargs: P.kwargs
 ) -> Result[U, EasypipeError]:
-    """Calls a function and returns Ok of what it returns, or Err of an EasypipeError that it
-    raises.
+    """Calls a function: Ok of what it returns, or Err of an EasypipeError that it raises.
 
     Any other exception is a bug, and passes through.
     """

@@ -250,9 +250,7 @@ def size_of(path: str | Path, storage_options: StorageOptions = None) -> int | N
 
 
 def names_in(folder: str | Path, storage_options: StorageOptions = None) -> list[str]:
-    """Returns the names directly in a folder, sorted and without temporaries; [] if there is no
-    folder.
-    """
+    """Returns what lies directly in a folder, sorted, without temporaries; [] if there is none."""
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> list[str]:
         fs.invalidate_cache()  # stores remember listings; another process may have written since

@@ -99,11 +99,10 @@ def require_private(url: str, at: str) -> None:
 
 
 def require_trusted_storage(options: Settings, at: str) -> None:
-    """Checks that storage_options from a text file send no machine credentials to an untrusted
-    server.
+    """Checks that storage_options send no credentials of this machine to an untrusted server.
 
     Args:
-        options: The storage_options.
+        options: storage_options that came as text.
         at: Their key path.
 
     Raises:
