@@ -245,7 +245,7 @@ def _bytes(address: int, num_bytes: int) -> pa.Buffer:
 
 
 def noted(todo: Int64) -> dict[int, set[int]]:
-    """Returns the blocks of each part, INDEX among them, that `note` wrote into Int64[2, n] `todo`."""
+    """Returns the blocks of each part, INDEX among them, that `note` wrote into `todo`."""
     found: dict[int, set[int]] = {}
     for part, block in zip(*todo.tolist(), strict=True):
         found.setdefault(part, set()).add(block)
