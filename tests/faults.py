@@ -678,7 +678,7 @@ FAULTS = [
     fault("samples begin with nothing", "train/model/writing.py", "tests/cli/test_commands.py -k train_and_its",
           "self._tokenizer.reference_encode(prompt) or self._begin", "self._begin"),
     fault("a special string is counted where none was looked for", "cache/manifest.py", "tests/sources/test_cache.py -k every_count",
-          "    special: int = 0  #", "    special: int = 1  #"),
+          "    special: int = 0", "    special: int = 1"),
     fault("a paragraph separator is shown as it is", "core/visible.py", "tests/core/test_errors.py -k hides",
           '"Cs", "Zl", "Zp")', '"Cs", "Zl")'),
     fault("types of extensions are no plain ones", "core/schema.py", "tests/sources/test_schemas.py -k plain_one",
