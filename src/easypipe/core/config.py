@@ -9,9 +9,8 @@
         strategy: Literal["greedy", "pool", "first_fit"] = "greedy"
 
         def check(self) -> None:                     # optional: what types cannot say
-            if self.seq_length < 1:
-                raise ConfigError(at="seq_length", problem="0 is no row length", fix="Give at least
-                1.")
+            problem = f"must be at least 1, got {self.seq_length}"
+            require(self.seq_length >= 1, "seq_length", problem, "Give at least 1.")
 
 Unknown keys and wrong types raise ConfigError with the whole key path: `datasets[1].seq_lenght:
 unknown key. Did you mean 'seq_length'?`
@@ -52,17 +51,18 @@ if TYPE_CHECKING:
 else:
 
     class ListOf:
-        """The type of an option that is a list: `datasets: ListOf[DatasetConfig]`. Lists are
-        accepted, and a tuple is what is kept.
+        """The type of an option that is a list: `datasets: ListOf[DatasetConfig]`.
+
+        Lists and tuples are accepted; a tuple is what the config holds.
         """
 
         def __class_getitem__(cls, item: Any) -> Any:
             return tuple[item, ...]
 
 
-# the names of the options that a config was made with, by its id, while it lives
+# by the id of a living config: the names of the options that it was made with
 _made_with: dict[int, frozenset[str]] = {}
-CODE_KEYS = ("format_callback",)  # keys whose values are called
+CODE_KEYS = ("format_callback",)  # keys whose values name functions that are called
 _code_allowed = contextvars.ContextVar("easypipe_code_allowed", default=False)
 
 _RULES = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True, extra="forbid")
@@ -72,8 +72,8 @@ _RULES = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True, extra="f
 def config(cls: type[T]) -> type[T]:
     """Class decorator: a frozen keyword-only dataclass whose constructor validates every value.
 
-    A class may have a static method `written_out`, which gives the values that what was given is
-    short for.
+    A class may have a static method `written_out`, which replaces shorthand values by what they
+    stand for, and a method `check`, which raises ConfigError for what types cannot say.
     """
     made: Any = pydantic_dataclass(cls, frozen=True, kw_only=True, config=_RULES)  # pyright: ignore[reportCallIssue, reportArgumentType]
     validate = made.__init__
@@ -96,7 +96,7 @@ def config(cls: type[T]) -> type[T]:
             validate(self, **values)
         except pydantic.ValidationError as error:
             raise _readable(error, made) from None
-        # beside the object, whose attributes are its options and nothing else
+        # kept beside the object, whose attributes are its options and nothing else
         _made_with[id(self)] = frozenset({*given, *values})
         weakref.finalize(self, _made_with.pop, id(self), None).atexit = False
         check = declared(made, "check", None)
@@ -121,28 +121,30 @@ def config(cls: type[T]) -> type[T]:
 
 
 def _names_a_place(path: str) -> bool:
-    """Whether a file may be called so here, and `~` is a home that there is."""
+    """Returns whether a path may be a file's name here, with `~` an existing home if it is used."""
     return path != "" and "\0" not in path and not os.path.expanduser(path).startswith("~")
 
 
 def fields_of(value: Any, *, secret: bool = True) -> Arguments:
-    """The options of a config, or the fields of any other dataclass, by their names.
+    """Returns the options of a config, or the fields of any other dataclass, by name.
 
-    secret: those marked `metadata={'secret': True}` too.
+    Args:
+        value: A config or a dataclass.
+        secret: Whether to include fields marked `metadata={'secret': True}`.
     """
     fields = (f for f in dataclasses.fields(value) if secret or not f.metadata.get("secret"))
-    # dataclasses.asdict would take what is nested apart too
+    # not dataclasses.asdict, which converts nested dataclasses too
     return {f.name: getattr(value, f.name) for f in fields}
 
 
 def declared(cls: Any, name: str, default: T) -> T:
-    """What a class of configs may say of itself: ALIASES, ELSEWHERE, written_out."""
-    # a class that says nothing has no attribute
+    """Returns what a class of configs declares about itself: ALIASES, ELSEWHERE, written_out."""
+    # a class that declares nothing has no such attribute
     return getattr(cls, name, default)
 
 
 def check_at_least(owner: object, least: int, *names: str) -> None:
-    """Raises ConfigError where one of these options of a config is smaller; None passes."""
+    """Raises ConfigError if one of the named options of a config is below `least`; None passes."""
     options = fields_of(owner)
     for name in names:
         value = options[name]
@@ -155,13 +157,16 @@ def check_at_least(owner: object, least: int, *names: str) -> None:
 
 
 def check_number(owner: object, fix: str | None, *names: str, zero: bool = False) -> None:
-    """Raises ConfigError where one of these options is not finite and above 0; None passes.
+    """Checks that options are finite and above 0; None passes.
 
     Args:
         owner: A config.
-        fix: What is said behind the problem.
-        names: Its options.
+        fix: What to do about it, for the error.
+        names: The options to check.
         zero: Whether 0 passes too.
+
+    Raises:
+        ConfigError: An option is not such a number.
     """
     kind = "number from 0 up" if zero else "positive number"
     for name in names:
@@ -171,11 +176,13 @@ def check_number(owner: object, fix: str | None, *names: str, zero: bool = False
 
 
 def was_given(value: Any, option: str) -> bool:
-    """Whether a config was made with this option, if only with its default value.
-    (`dataclasses.replace` gives all: there a default is taken for one that nobody wrote.)
+    """Returns whether a config was made with this option, even if with its default value.
+
+    `dataclasses.replace` gives all options: a config made by it counts an option with its default
+    value as not given.
     """
     [field] = [f for f in dataclasses.fields(value) if f.name == option]
-    # of a copy: all
+    # a copy is not recorded, and counts as made with all options
     made_with = _made_with.get(id(value), frozenset(f.name for f in dataclasses.fields(value)))
     return option in made_with and (
         len(made_with) < len(dataclasses.fields(value)) or fields_of(value)[option] != field.default
@@ -183,9 +190,7 @@ def was_given(value: Any, option: str) -> bool:
 
 
 def with_aliases(before: T, changes: Settings) -> T:
-    """`dataclasses.replace(before, **changes)`, in which an alias changes the option that it stands
-    for.
-    """
+    """Does `dataclasses.replace(before, **changes)`; an alias changes the option behind it."""
     cls: Any = type(before)
     values = fields_of(before) | dict(changes)
     for alias, (head, _, rest) in _aliases(cls).items():
@@ -197,13 +202,18 @@ def with_aliases(before: T, changes: Settings) -> T:
 
 
 def _aliases(cls: Any) -> dict[str, tuple[str, str, str]]:
+    """Returns (option, ".", option within it) by alias; without a path the last two are ""."""
     return {alias: path.partition(".") for alias, path in declared(cls, "ALIASES", {}).items()}
 
 
 def _unaliased(cls: Any, values: Settings) -> Arguments:
-    """Values by the names of their fields. A class may say which other names there are: `ALIASES:
-    ClassVar[Mapping[str, str]]`, the path of an option by its alias. Raises ConfigError where both
-    are given and differ.
+    """Returns values by the names of their fields, with aliases replaced.
+
+    A class may declare other names: `ALIASES: ClassVar[Mapping[str, str]]`, the path of an option
+    by its alias.
+
+    Raises:
+        ConfigError: An option is given by both names, with different values.
     """
     made = dict(values)
     for alias, (head, _, rest) in _aliases(cls).items():
@@ -235,11 +245,10 @@ def is_config(cls: object) -> bool:
 
 
 def meant(cls: Any, key: str) -> str | None:
-    """What to write in place of a key that a config class does not have; None where nothing is
-    near.
+    """Returns what to write instead of a key that a config class lacks; None if nothing is near.
 
-    A class may say so itself: `ELSEWHERE: ClassVar[Mapping[str, str]]`, by key, what people look
-    for here and where it stands.
+    A class may declare `ELSEWHERE: ClassVar[Mapping[str, str]]`: by key, a sentence that says where
+    the option that people look for here is.
     """
     if told := declared(cls, "ELSEWHERE", {}).get(key):
         return told
@@ -258,7 +267,11 @@ def meant(cls: Any, key: str) -> str | None:
 
 
 def from_dict(cls: type[T], values: Any, at: str = "") -> T:
-    """`cls(**values)`, with `at` in front of the key path of any error."""
+    """Returns `cls(**values)`; `at` is put in front of the key path of any error.
+
+    Raises:
+        ConfigError: `values` are not a mapping, or not valid options.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(at=at or cls.__name__, problem=f"expected a mapping, got {values!r}")
     try:
@@ -268,8 +281,9 @@ def from_dict(cls: type[T], values: Any, at: str = "") -> T:
 
 
 def to_dict(value: Any) -> Any:
-    """Plain dicts, lists and scalars that `from_dict` and YAML take back; fields marked
-    `metadata={'secret': True}` are left out.
+    """Returns plain dicts, lists and scalars that `from_dict` and YAML accept.
+
+    Fields marked `metadata={'secret': True}` are left out.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: to_dict(option) for name, option in fields_of(value, secret=False).items()}
@@ -287,7 +301,7 @@ def to_dict(value: Any) -> Any:
 
 
 def digest(*parts: Any) -> str:
-    """32 hex digits of SHA-256 over canonical JSON; what two machines agree on."""
+    """Returns 32 hex digits of SHA-256 over canonical JSON, which are the same on every machine."""
     text = json.dumps(
         [to_dict(part) for part in parts],
         sort_keys=True,
@@ -299,7 +313,11 @@ def digest(*parts: Any) -> str:
 
 
 def load_yaml(path: str | Path) -> JsonObject:
-    """A YAML mapping, read safely: no tags, no duplicate keys, and 1e-4 is a number."""
+    """Returns the mapping in a YAML file, read safely (core/safe_yaml.py).
+
+    Raises:
+        ConfigError: The file cannot be read, is not valid YAML, or names code or untrusted servers.
+    """
     path = Path(path)
     try:
         if not path.is_file():
@@ -325,6 +343,11 @@ def load_yaml(path: str | Path) -> JsonObject:
 
 
 def parse_yaml(text: str, at: str) -> JsonObject:
+    """Returns the mapping in a YAML text; `at` is its name in errors.
+
+    Raises:
+        ConfigError: As in `load_yaml`.
+    """
     try:
         values = read_yaml(text)
     except yaml.YAMLError as error:
@@ -344,7 +367,7 @@ def parse_yaml(text: str, at: str) -> JsonObject:
 
 @contextlib.contextmanager
 def allowing_code() -> Generator[None]:
-    """While this is open, YAML may name functions to call. Configs built in Python always may."""
+    """Lets YAML name functions to call, for the block; configs made in Python always may."""
     token = _code_allowed.set(True)
     try:
         yield
@@ -353,9 +376,15 @@ def allowing_code() -> Generator[None]:
 
 
 def require_harmless(values: Any, at: str) -> None:
-    """Raises ConfigError where plain values that came as text name a function, or a server that is
-    not trusted: to read a config is not to run what it names, nor to send what it asks for. So it
-    does where a text holds half a surrogate pair, which no file and no column is called.
+    """Checks that plain values that came as text do no harm: reading a config must not run code.
+
+    Args:
+        values: Plain values.
+        at: Their key path.
+
+    Raises:
+        ConfigError: They name a function to call or a server that is not trusted, or a text holds
+            half a surrogate pair, which no file or column can be called.
     """
     if isinstance(values, dict):
         for key, value in values.items():
@@ -379,8 +408,14 @@ def require_harmless(values: Any, at: str) -> None:
 
 
 def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
-    """A copy of `values` with each `key.path=value` set; list items by number, values read as
-    YAML.
+    """Returns a copy of `values` with each `key.path=value` set.
+
+    Args:
+        values: The options.
+        overrides: Texts; items of lists are named by number, values are read as YAML.
+
+    Raises:
+        ConfigError: A path or a value cannot be understood.
     """
     result = json.loads(json.dumps(values, default=str))
     for override in overrides:
@@ -437,15 +472,16 @@ def _hints(cls: Any) -> Arguments:
 
 
 def _configs_of(hint: Any) -> list[Any]:
-    """The config classes that a field of this type may hold."""
+    """Returns the config classes that a field of this type may hold."""
     return [
         kind for kind in (typing.get_args(hint) if _is_union(hint) else [hint]) if is_config(kind)
     ]
 
 
 def _structure(value: Any, hint: Any, at: str) -> Any:
-    """Mappings become nested configs and lists become tuples where the field asks for them; all
-    else is left to validation.
+    """Makes nested configs of mappings, and tuples of lists, where the type asks for them.
+
+    Everything else is left to validation.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if _is_union(hint):
@@ -474,27 +510,30 @@ def _structure(value: Any, hint: Any, at: str) -> Any:
 
 
 def _meant(configs: list[Any], values: Mapping[Any, Any]) -> Any:
-    """Of several config classes the first that has required options, all of which are given; else
-    the first that has none.
+    """Chooses the config class that a mapping is meant for.
+
+    That is the first that has required options, all of which are given, else the first that has
+    none.
     """
     named = [cls for cls in configs if _required(cls) and _required(cls) <= values.keys()]
     return (named or [cls for cls in configs if not _required(cls)] or configs)[0]
 
 
 def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
-    """The first complaint as a ConfigError; pydantic lists every branch of a union, the field name
-    is what they share.
+    """Returns the first complaint of pydantic as a ConfigError.
+
+    pydantic lists every branch of a union; the complaints about one field share its name.
     """
     complaints = error.errors()
     same_field = [c for c in complaints if c["loc"][:1] == complaints[0]["loc"][:1]]
-    # the branch that got furthest into the value is the one that was meant
+    # the branch that matched the value furthest is the one that was meant
     first = max(same_field, key=lambda c: len(c["loc"]))
     if len(first["loc"]) > 2:
         same_field = [first]
     loc = list(first["loc"])
     branches = [a for a in typing.get_args(_hints(cls).get(str(loc[0]))) if a is not type(None)]
     if len(loc) > 1 and len(branches) > 1 and _is_union(_hints(cls)[str(loc[0])]):
-        del loc[1]  # pydantic names the branch of the union here; people wrote none
+        del loc[1]  # the name of the union's branch, which is no part of the key path
     at = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     if first["type"] == "missing":
         return ConfigError(at=at, problem="required, but not given", fix=f"Set {at!r}.")
@@ -525,7 +564,7 @@ _WANTED = {
 
 
 def _wanted(complaints: Sequence[Any]) -> str:
-    """What pydantic says, in the words of YAML."""
+    """Returns what pydantic expected, in the words of YAML."""
 
     def one(complaint: Any) -> str:
         instance = re.fullmatch(
@@ -544,8 +583,9 @@ def _wanted(complaints: Sequence[Any]) -> str:
 
 
 def _spelled(value: Any, hint: Any) -> tuple[Any, str | None]:
-    """(the config class that `value` stands in the place of, how what was meant is written), each
-    None where there is none.
+    """Returns the config class that `value` stands in the place of, and how to write it.
+
+    Each is None if there is none.
     """
     branches = typing.get_args(hint) if _is_union(hint) else (hint,)
     section = next(iter(_configs_of(hint)), None)
@@ -564,7 +604,7 @@ def _spelled(value: Any, hint: Any) -> tuple[Any, str | None]:
 
 
 def _required(cls: Any) -> set[str]:
-    """Options without a default."""
+    """Returns the names of the options without a default."""
     nothing = dataclasses.MISSING
     return {
         f.name

@@ -1,4 +1,4 @@
-"""FileSource: what all file formats share, so that a format only counts rows and reads ranges.
+"""FileSource: the base class of all file formats, which only count rows and read ranges themselves.
 
 Law (stateless reads): schema and rows follow from the files alone. What a read opened or remembered
 only makes the next one quicker.
@@ -42,8 +42,8 @@ from easypipe.sources.schemas import column, has_strings, reconcile
 
 OnError = Literal["error", "skip", "quarantine"]
 
-# Part of every fingerprint and shard identity: raise it when reading changes what rows come out of
-# the same file.
+# Part of every fingerprint and shard identity: it is raised when a change of the readers changes
+# the rows of a file.
 READER_VERSION = 1
 
 
@@ -51,11 +51,15 @@ READER_VERSION = 1
 class Survey:
     """What one look over a file tells.
 
-    num_rows: physical records, None where they are not counted; of a head (FileRef.head_bytes)
-    those that it holds, while its file has `total_rows`, None where nobody has counted them. cuts:
-    as Shard.cuts. schema: every column of the file, in plain types (schemas.plain_type).
-    detail: whatever the format needs in order to find rows again. ended: False where the file stops
-    without the mark of its end, so that rows may be missing that nobody can count.
+    Args:
+        num_rows: The physical records; None if they are not counted. For the head of a file
+            (FileRef.head_bytes), the records of that head.
+        total_rows: The physical records of the whole file; None if they are not counted.
+        cuts: As in Shard.
+        schema: Every column of the file, in plain types (schemas.plain_type).
+        detail: Whatever the format needs in order to find rows again.
+        ended: False if the file stops without the mark of its end, so that an unknown number of
+            rows may be missing.
     """
 
     num_rows: int | None
@@ -67,8 +71,12 @@ class Survey:
 
 
 class Rows(NamedTuple):
-    """Rows of a range as a format reads them. `numbers` (Int64[rows], ascending) are their physical
-    row numbers; None: all of the range.
+    """The rows of a range, as a format reads them.
+
+    Attributes:
+        table: The rows.
+        numbers: Int64[rows], ascending, their physical row numbers; None means all of the range.
+        rejects: The rejected rows.
     """
 
     table: pa.Table
@@ -77,7 +85,7 @@ class Rows(NamedTuple):
 
 
 class FileOptions(TypedDict, total=False):
-    """What every FileSource takes beside its files; see there."""
+    """The keyword options of every FileSource, which explains them."""
 
     columns: Sequence[str] | None
     on_error: OnError
@@ -86,25 +94,32 @@ class FileOptions(TypedDict, total=False):
 
 
 class FileSource(Source):
-    """Rows of one or many files of one format. One shard per file. A
-    subclass names its `kind`, as EXTENSIONS has it, looks over a file (`_survey`) and reads rows of
-    it (`_rows`); what it remembers between reads is shared by copies of it, and thread safe.
+    """The rows of one or many files of one format, one shard per file.
 
-    columns: names to read, in this order; None reads all. A column that no file has is a
-    SourceError that lists those there are.
-    on_error: "error" raises SourceError at the first bad row; "skip" and "quarantine" return the
-    good rows and list the bad ones in
-      `scan(...).rejects` (the caller counts or writes them). The schema then has `__row_number__`,
-      as it always has for text formats.
-    index_dir: where indexes of line files are kept between runs; None keeps them in memory only.
+    A subclass names its `kind`, a key of EXTENSIONS, looks over a file (`_survey`) and reads rows
+    of it (`_rows`). What it remembers between reads is shared by its copies, and must be thread
+    safe.
 
     Files are opened when `schema`, `shards` or rows are first asked for. Law: for one set of files
-    every batch has exactly `schema`. Safe to use from many threads at once.
+    every batch has exactly `schema`. It is safe to use from many threads at once.
+
+    Args:
+        data_files: Paths, globs, folders or URLs (sources/files.py).
+        columns: Names to read, in this order; None reads all.
+        on_error: "error" raises SourceError at the first bad row; "skip" and "quarantine" return
+            the good rows and list the bad ones in `scan(...).rejects` (the caller counts or writes
+            them). The schema then has `__row_number__`, as it always has for text formats.
+        storage_options: Passed to fsspec.
+        index_dir: The folder in which indexes of line files are kept between runs; None keeps them
+            in memory only.
+
+    Raises:
+        SourceError: No file has a column that is asked for; the error lists those there are.
     """
 
     kind: str
     checks_text: ClassVar[bool] = True
-    # rows may be missing from a batch even where nothing is wrong (blank lines)
+    # whether rows may be missing from a batch even if nothing is wrong (blank lines)
     numbered: ClassVar[bool] = False
 
     def __init__(
@@ -128,21 +143,30 @@ class FileSource(Source):
         self._opened: _Opened | None = None
 
     def _survey(self, file: FileRef) -> Survey:
-        """Counts rows and reads the schema. Raises SourceError where the file as a whole cannot be
-        read.
+        """Counts rows and reads the schema of a file.
+
+        Raises:
+            SourceError: The file as a whole cannot be read.
         """
         raise NotImplementedError
 
     def _rows(
         self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
     ) -> Rows:
-        """Rows `start` to `stop`; the table holds `fields` (columns of the file, in types that
-        merge_types gave) or plain kin of them.
+        """Reads rows `start` to `stop`.
+
+        Args:
+            file: The file.
+            survey: What `_survey` returned for it.
+            fields: The columns to return, in types that merge_types gave; columns of a type that
+                converts to them will do.
+            start: The first row.
+            stop: The row behind the last one.
         """
         raise NotImplementedError
 
     def _line(self, file: FileRef, survey: Survey, row: int) -> int | None:
-        """The line of the file, from 1, at which a row begins; None where it has no lines."""
+        """Returns the line of the file, from 1, at which a row begins; None if that is unknown."""
         return None
 
     @property
@@ -159,7 +183,7 @@ class FileSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of format, options and every file's path, size and identity. Opens no file."""
+        """A digest of format, options and every file's path, size and identity; opens no file."""
         return digest(
             "files",
             READER_VERSION,
@@ -169,8 +193,9 @@ class FileSource(Source):
         )
 
     def shard_identity(self, shard: int) -> str:
-        """Digest of all that decides the rows of one shard: its file, the reading options, and the
-        schema that the files have together.
+        """Returns a digest of all that decides the rows of one shard.
+
+        These are its file, the reading options, and the schema that all files have together.
         """
         schema = [[field.name, str(field.type)] for field in self.schema]
         return digest(
@@ -183,12 +208,16 @@ class FileSource(Source):
         )
 
     def head(self, num_bytes: int, files: int | None = None) -> FileSource:
-        """The same files, or the first `files` of them, as far as can be told without reading them
-        through: of those that are records (lines, JSON, CSV) the records that end within so many
-        first plain bytes. Others know their rows from a footer, and keep them all.
+        """Returns a source of the heads of the files, for a first look at the data.
 
-        A file that has no whole record there has no row. Shards have `num_rows` of what can be read
-        here; `total_rows` tells the file's.
+        Formats of records (lines, JSON, CSV) keep the records that end within the first plain
+        bytes; a file without a whole record there has no row. Other formats know their rows from a
+        footer, and keep them all. `num_rows` of a shard counts what can be read here; `total_rows`
+        counts the whole file.
+
+        Args:
+            num_bytes: The plain bytes of a head.
+            files: Takes only the first so many files; None takes all.
         """
         twin = self.reopened()
         twin.files = tuple(
@@ -197,38 +226,41 @@ class FileSource(Source):
         return twin
 
     def reopened(self) -> Self:
-        """The same files, of which nothing is known yet."""
+        """Returns a source of the same files that has looked at none of them yet."""
         twin = copy.copy(self)
         twin._lock, twin._opened = threading.Lock(), None
         return twin
 
     @property
     def files_cut(self) -> int:
-        """Files that stop without the mark of their end."""
+        """How many files stop without the mark of their end."""
         return sum(not survey.ended for survey in self._open().surveys)
 
     def total_rows(self, shard: int) -> int | None:
-        """Rows of the whole file; None for a head whose file nobody has counted."""
+        """Returns the rows of the whole file; None if only its head was ever read."""
         return self._open().surveys[shard].total_rows
 
     def select(self, columns: Sequence[str]) -> FileSource:
-        """The same rows with only `columns`: no other column is read, and what is wrong in another
-        column spoils no row.
+        """Returns a source of the same rows with only `columns`.
+
+        No other column is read, and what is wrong in another column spoils no row.
         """
         twin = copy.copy(self)
         twin.columns = _names(columns)
         try:
             opened = self._open()
         except SchemaError:
-            # files that differ in other columns may agree in these, which opening them anew tells
+            # Files that conflict in other columns may agree in these, so they are opened anew.
             twin._lock = threading.Lock()
             return twin
         twin._opened = twin._only(opened)
         return twin
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """Rows `start` to `stop` of a shard, and those refused; with on_error="error" a bad row
-        raises SourceError instead.
+        """Returns rows `start` to `stop` of a shard, with those that were rejected.
+
+        Raises:
+            SourceError: The file cannot be read; a row is bad, and `on_error` is "error".
         """
         opened = self._open()
         file, survey = self.files[shard], opened.surveys[shard]
@@ -261,7 +293,10 @@ class FileSource(Source):
     def _column(
         self, file: FileRef, data: pa.Schema, name: str, table: pa.Table, rows: int
     ) -> pa.Array:
-        """`rows` is told apart, because a table without columns forgets how many it has."""
+        """Returns a column of `rows` rows.
+
+        `rows` is given separately, because a table without columns forgets how many rows it has.
+        """
         kind = data.field(name).type
         if name not in table.column_names:
             return constant(dict(file.partitions).get(name), rows, kind)
@@ -301,7 +336,7 @@ class FileSource(Source):
 
         workers = min(len(self.files), 16 if self.files[0].remote else (os.cpu_count() or 1))
         with Threads(workers, thread_name_prefix="easypipe-index") as pool:
-            surveys = list(pool.map(one, self.files))  # which, after a failure, starts no more
+            surveys = list(pool.map(one, self.files))  # after a failure, map starts no more
         found = [
             _with_partitions(file, survey.schema)
             for file, survey in zip(self.files, surveys, strict=True)
@@ -324,7 +359,7 @@ class FileSource(Source):
         )
 
     def _only(self, opened: _Opened) -> _Opened:
-        """What was found, narrowed to `columns`."""
+        """Returns what was found, narrowed to `columns`."""
         data = opened.data
         if self.columns is not None:
             self._require(data, opened.surveys)
@@ -338,7 +373,7 @@ class FileSource(Source):
         return dataclasses.replace(opened, data=data, schema=schema, fields=fields)
 
     def _no_columns(self, surveys: Sequence[Survey]) -> SourceError:
-        """Files without any column: what is wrong with their first row, or that there is none."""
+        """Returns the error for files without any column: no row is good, or there is none."""
         for file, survey in zip(self.files, surveys, strict=True):
             if survey.num_rows:
                 head = min(survey.num_rows, 1000)
@@ -374,8 +409,14 @@ class FileSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """What is known once every file was looked over. data: columns without ROW_NUMBER; fields:
-    those of `data` that each file has.
+    """What is known once every file was looked over.
+
+    Attributes:
+        surveys: Of each file.
+        data: The columns, without ROW_NUMBER.
+        schema: The columns, with ROW_NUMBER if rows are numbered.
+        shards: One for each file.
+        fields: Of each file, the fields of `data` that it has itself.
     """
 
     surveys: list[Survey]
@@ -410,9 +451,7 @@ def _project(schema: pa.Schema, columns: tuple[str, ...] | None) -> pa.Schema:
 
 
 def _with_partitions(file: FileRef, schema: pa.Schema) -> pa.Schema:
-    """The columns of a file and those that its folders name; where both do, the file's own are
-    read.
-    """
+    """Returns the columns of a file and those that its folders name; the file's own win."""
     return pa.schema(
         [
             *schema,
@@ -430,7 +469,7 @@ def _empty(schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _not_utf8(schema: pa.Schema, arrays: Sequence[pa.Array]) -> dict[int, str]:
-    """Rows (by position) in which some string is no UTF-8, with the first column it is so in."""
+    """Returns the first column that is not UTF-8, by the position of each such row."""
     bad: dict[int, str] = {}
     for field, array in zip(schema, arrays, strict=True):
         if has_strings(field.type):

@@ -1,9 +1,7 @@
-"""The files of a source: paths, lists, globs, folders and URLs become an ordered list of FileRef.
+"""Resolves `data_files` (paths, globs, folders, URLs) to FileRefs, and reads ranges of files.
 
-A URL names an object, a pattern, a folder, or a file of a web server (HTTP).
-
-Nothing here guesses: a path that does not exist is a MissingFileError, never a name to look up on
-the Hub.
+A URL names an object, a pattern, a folder, or a file of a web server (HTTP). Nothing here guesses:
+a path that does not exist is a MissingFileError, never a name to look up on the Hub.
 """
 
 from __future__ import annotations
@@ -54,9 +52,9 @@ from easypipe.sources.refs import (
 
 log = logging.getLogger("easypipe")
 
-ASKED = 16  # patterns of data_files that are listed at a time
+ASKED = 16  # how many patterns of data_files are listed at a time
 SMALL_BYTES = 4 << 20  # a remote file up to this size is read whole
-KEPT_SMALL = 16  # such files of a process
+KEPT_SMALL = 16  # how many such files a process keeps
 _small = tuple(threading.Lock() for _ in range(64))
 
 DataFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | FileRef]
@@ -64,7 +62,7 @@ DataFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | FileRef]
 
 @functools.cache
 def _warn_once(message: str, *of: str | int) -> None:
-    """A process may list the same files several times."""
+    """Logs a warning once, as a process may list the same files several times."""
     log.warning(message, *of)
 
 
@@ -74,14 +72,17 @@ def resolve(
     *,
     extensions: Iterable[str] | None = None,
 ) -> list[FileRef]:
-    """Every file that `data_files` names: paths, globs, folders and fsspec URLs, in the order
-    given, naturally sorted within each.
+    """Returns every file that `data_files` names, in the order given, naturally sorted within each.
 
-    A folder stands for the data files below it: those whose format (a key of EXTENSIONS) is in
-    `extensions`, by default any of them; names that begin with "." or "_" are left out. A file that
-    a folder or pattern has under several names, through links, is read once, and a link back into a
-    folder is not followed again; both with a warning. Raises MissingFileError for what is not
-    there, SourceError for a file named twice, ConfigError for an empty list.
+    A folder stands for its data files of the formats `extensions` (None: all keys of EXTENSIONS);
+    names that begin with "." or "_" are left out. A file that a folder or pattern has under several
+    names, through links, is read once, and a link back into a folder is not followed again; both
+    with a warning.
+
+    Raises:
+        MissingFileError: A path does not exist, or a pattern matches nothing.
+        SourceError: A file is named twice.
+        ConfigError: The list is empty.
     """
     patterns: list[Any] = (
         [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
@@ -96,9 +97,9 @@ def resolve(
     with Threads(ASKED, thread_name_prefix="easypipe-list") as pool:
         listed = list(pool.map(partial(_listed, storage_options, kinds), patterns))
     found: list[FileRef] = []
-    known: dict[tuple[int, int] | str, str] = {}  # what tells files apart → path
+    known: dict[tuple[int, int] | str, str] = {}  # the path of each `_inode`
     for text, files in listed:
-        again: list[tuple[str, str]] = []  # (name, the name under which it is read)
+        again: list[tuple[str, str]] = []  # (name, the first name of the same file)
         mine: dict[tuple[int, int] | str, str] = {}
         for file in files:
             inode = _inode(file)
@@ -128,6 +129,7 @@ def resolve(
 def _listed(
     storage_options: StorageOptions, kinds: tuple[str, ...], pattern: Any
 ) -> tuple[str, list[FileRef]]:
+    """Returns a pattern as text, and the files that it names."""
     if isinstance(pattern, FileRef):
         return pattern.path, [pattern]
     require(
@@ -143,12 +145,14 @@ def _listed(
 
 
 def read_range(file: FileRef, start: int, stop: int) -> bytes:
-    """Bytes `start` to `stop` of the file at rest. Raises SourceError where it has changed or
-    cannot be read. Thread safe.
+    """Returns the bytes `start` to `stop` of the file at rest. It is thread safe.
 
-    The one place at which data files are read remotely: what fails for a passing reason is tried
-    again (core/remote.py). A small file is asked for once and kept: its bytes take no longer to
-    come than the answer to a request.
+    This is the one place at which data files are read remotely: what fails for a passing reason is
+    tried again (core/remote.py). A small file is fetched whole, once, and kept: its bytes take no
+    longer to arrive than the answer to a request.
+
+    Raises:
+        SourceError: The file has changed or cannot be read.
     """
     if not file.remote:
         with open_local(file) as opened:
@@ -157,7 +161,7 @@ def read_range(file: FileRef, start: int, stop: int) -> bytes:
         return b""
     if file.num_bytes > SMALL_BYTES:
         return _requested(file, start, stop)
-    with _small[hash(file) % len(_small)]:  # for those who ask for it at the same time
+    with _small[hash(file) % len(_small)]:  # threads that ask for it at the same time fetch it once
         return _whole(file)[start:stop]
 
 
@@ -167,6 +171,7 @@ def _whole(file: FileRef) -> bytes:
 
 
 def _requested(file: FileRef, start: int, stop: int) -> bytes:
+    """Returns the bytes `start` to `stop` of a remote file, by one request."""
     url, options = file.address, file.storage_options
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> bytes:
@@ -181,11 +186,15 @@ def _requested(file: FileRef, start: int, stop: int) -> bytes:
 
 
 def open_binary(file: FileRef, ahead_bytes: int = 1 << 22) -> Any:
-    """A seekable binary file object of one's own. Raises SourceError where the file is gone or
-    changed.
+    """Returns a new seekable binary file object.
 
-    ahead_bytes: of a remote file, read at a time where less is asked for; small for readers that
-    jump about.
+    Args:
+        file: The file.
+        ahead_bytes: How much of a remote file is read at a time if less is asked for; small for
+            readers that jump about.
+
+    Raises:
+        SourceError: The file is gone or changed.
     """
     if not file.remote:
         return io.BufferedReader(open_local(file))
@@ -196,7 +205,7 @@ def open_binary(file: FileRef, ahead_bytes: int = 1 << 22) -> Any:
 
 @contextlib.contextmanager
 def library_errors(at: str, what: str) -> Iterator[None]:
-    """Failures of the library that reads a file, as SourceErrors that name it."""
+    """Turns errors of the library that reads a file into SourceErrors, for the block."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -208,7 +217,7 @@ def library_errors(at: str, what: str) -> Iterator[None]:
 
 
 class RangeFile(io.RawIOBase):
-    """A file of which each read is a range: fetch(start, stop) gives as much of it as there is."""
+    """A file object that reads by fetch(start, stop), which returns as much as there is."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], num_bytes: int) -> None:
         self._fetch, self._num_bytes, self._at = fetch, num_bytes, 0
@@ -236,7 +245,7 @@ class RangeFile(io.RawIOBase):
 
 
 def open_local(file: FileRef) -> io.FileIO:
-    """A local file without a buffer; refuses one that changed since it was resolved."""
+    """Opens a local file without a buffer; refuses one that changed since it was resolved."""
     here = file.here
     opened = reading(file, lambda: io.FileIO(here.path))
     status = os.fstat(opened.fileno())
@@ -247,7 +256,7 @@ def open_local(file: FileRef) -> io.FileIO:
 
 
 def _at(file: FileRef, opened: io.FileIO, start: int, stop: int) -> bytes:
-    """All of these bytes: a short read is asked for again, an early end is an error."""
+    """Returns all bytes `start` to `stop`; a short read is continued, an early end is an error."""
     data = b""
     while len(data) < stop - start:
         at = start + len(data)
@@ -284,9 +293,9 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
         return partitioned(
             [_local(name) for name in data_files_in(path, text, inside, kinds)], path
         )
-    if os.path.exists(path):  # first, so that a file called data[1].txt can be named
+    if os.path.exists(path):  # before patterns, so that a file called data[1].txt can be named
         return [_local(path)]
-    folder = nearest_folder(path)  # which is there, so brackets in its name are no pattern
+    folder = nearest_folder(path)  # it exists, so brackets in its name are no pattern
     if glob.has_magic(rest := path[len(folder) :]):
         circles: list[str] = []
         pattern = glob.escape(folder) + rest
@@ -318,8 +327,11 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
 
 
 def _matches(pattern: str, circles: list[str]) -> Iterable[str]:
-    """As `glob.glob(pattern, recursive=True)` has them, but under `**` no folder is entered a
-    second time through a link.
+    """Does `glob.glob(pattern, recursive=True)`, but enters no folder twice through a link.
+
+    Args:
+        pattern: The pattern.
+        circles: Links under `**` to folders that were entered already are appended to it.
     """
     head, mark, tail = pattern.partition("/**/")
     if not mark:
@@ -335,12 +347,13 @@ def _matches(pattern: str, circles: list[str]) -> Iterable[str]:
 
 
 def _folders(top: str, circles: list[str]) -> Iterable[str]:
-    """`top` and the folders below it that do not begin with a dot, those behind links last; links
-    to folders among them go to `circles`.
+    """Yields `top` and the folders below it that do not begin with a dot, those behind links last.
+
+    Links to folders that were already yielded are appended to `circles`.
     """
     seen: set[tuple[int, int]] = set()
     waiting = [top]
-    for start in waiting:  # which grows
+    for start in waiting:  # the list grows meanwhile
         for root, folders, _ in os.walk(start):
             status = os.stat(root)
             if (status.st_dev, status.st_ino) in seen:
@@ -358,12 +371,12 @@ def _folders(top: str, circles: list[str]) -> Iterable[str]:
 
 
 def _inode(file: FileRef) -> tuple[int, int] | str:
-    """What tells a file from others, whatever its name."""
-    if file.remote or file.twin is not None:  # the Hub's client keeps equal files once
+    """Returns what identifies a file, whatever its name."""
+    if file.remote or file.twin is not None:  # the Hub's client stores equal files once
         return file.path
     try:
         status = os.stat(file.path)
-    except OSError:  # gone since it was listed: whoever reads it says so
+    except OSError:  # gone since it was listed, which reading it will report
         return file.path
     return (status.st_dev, status.st_ino) if status.st_ino else file.path
 
@@ -376,15 +389,21 @@ def _local(path: str) -> FileRef:
     return FileRef(path=path, num_bytes=status.st_size, identity=str(status.st_mtime_ns))
 
 
-WHOLE_BYTES = 64 << 20  # a server that sends no ranges is asked for files up to this size
+WHOLE_BYTES = 64 << 20  # the largest file that is read from a server without ranges
 
 
 def resolve_remote(
     text: str, storage_options: StorageOptions, kinds: tuple[str, ...]
 ) -> list[FileRef]:
+    """Returns the files that a URL, a pattern or a folder of a store names.
+
+    Raises:
+        MissingFileError: There is no such file.
+        SourceError: The store cannot be asked.
+    """
     name = remote.public_url(text)
     here = FileRef(path=name, num_bytes=0, identity="", url=text, storage_options=storage_options)
-    # a file there reads like any other: saved folders name theirs
+    # a single file on the Hub is read like any other, as saved folders name such files
     require(
         not text.startswith("hf://") or "." in text.rpartition("/")[2],
         "data_files",
@@ -434,6 +453,7 @@ def resolve_remote(
 
 
 def _resolve_http(text: str, here: FileRef) -> FileRef:
+    """Returns the one file that a URL of a web server names."""
     name, options = here.path, here.storage_options
     require(
         not glob.has_magic(plain_name(text)),
@@ -466,14 +486,14 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
 
 
 def _sized(file: FileRef, num_bytes: int | None, identity: str) -> FileRef:
-    """The file with what its server tells of it. Raises SourceError where that is no size."""
+    """Returns the file with what its server tells; raises SourceError if that is no size."""
     if num_bytes is None:
         raise file.error("the server does not tell its size", "Copy the file to storage that does.")
     return replace(file, num_bytes=int(num_bytes), identity=identity)
 
 
 def _identity(info: Json) -> str:
-    """What the store itself changes with the content, else every fact it gives."""
+    """Returns what the store changes with the content, else a digest of all that it tells."""
     for key in ("etag", "ETag", "generation", "md5Hash", "md5", "checksum"):
         if info.get(key):
             return f"{key}:{info[key]}"

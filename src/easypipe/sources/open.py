@@ -1,4 +1,4 @@
-"""A source for files by their extension."""
+"""Opens a source for files, by their extension or by `type=`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from easypipe.sources.formats.txt import TextShardedSource, TextUnit
 from easypipe.sources.formats.webdataset import WebDatasetShardedSource
 from easypipe.sources.refs import ALL_EXTENSIONS, COMPRESSIONS, TOKEN_EXTENSIONS, format_of
 
-# compressions and archives that people have
+# compressions and archives that are refused by name
 UNREAD = (".xz", ".lzma", ".zip", ".tgz", ".7z", ".lz4", ".br", ".rar")
 
 FORMATS: dict[str, type[FileSource]] = {
@@ -38,20 +38,25 @@ FORMATS: dict[str, type[FileSource]] = {
 
 def open_files(
     data_files: DataFiles,
-    type: str | None = None,  # the name that DatasetConfig has for it
+    type: str | None = None,  # named as in DatasetConfig
     *,
     token_files: TokenFilesConfig | None = None,
     text_unit: TextUnit | None = None,
     **options: Unpack[FileOptions],
 ) -> FileSource:
-    """A source of the format `type` (a key of FORMATS), by default of the one that the extensions
-    name. `options` are those of FileSource.
+    """Returns a source of files of one format.
 
-    token_files: how documents lie in files of tokens. text_unit: what a row of text files is; None:
-    a line.
+    Args:
+        data_files: Paths, globs, folders or URLs.
+        type: The format, a key of FORMATS; None takes the one that the extensions name.
+        token_files: How documents lie in files of tokens.
+        text_unit: What a row of text files is; None takes a line.
+        options: Those of FileSource.
 
-    Raises MissingFileError for files that are not there, SourceError for extensions that are
-    unknown or name different formats, ConfigError for an unknown type.
+    Raises:
+        MissingFileError: A file is not there.
+        SourceError: An extension is unknown, or the files have several formats.
+        ConfigError: The type is unknown, or an option has no effect.
     """
     if type is not None:
         require_known(type, FORMATS, "type", f"{type!r} is no file format")
@@ -84,7 +89,7 @@ def open_files(
 
 
 def require_text_files(text_unit: TextUnit | None, kind: str) -> None:
-    """Raises ConfigError where a unit of text is named for files of another format."""
+    """Raises ConfigError if a unit of text is named for files of another format."""
     require(
         text_unit is None or kind == "txt",
         "text_unit",
@@ -94,7 +99,7 @@ def require_text_files(text_unit: TextUnit | None, kind: str) -> None:
 
 
 def _unknown(path: str) -> SourceError:
-    """What to do about a file whose extension names no format."""
+    """Returns the error for a file whose extension names no format, with what to do about it."""
     stem, ending = os.path.splitext(path)
     if ending.lower() in UNREAD:
         problem = f"{ending} files are not read"

@@ -9,17 +9,19 @@ import pyarrow as pa
 
 from easypipe.core.errors import SourceError
 
-NOTHING = "__HIVE_DEFAULT_PARTITION__"  # how Hive writes null
+NOTHING = "__HIVE_DEFAULT_PARTITION__"  # Hive's word for null
 LARGEST = 2**63
 
 
 def partition_values(
     paths: Sequence[str], root: str
 ) -> list[tuple[tuple[str, str | int | None], ...]]:
-    """For each path its (name, value) pairs, from the folders between `root` and the file; a value
-    is int where all of its name are.
+    """Returns the (name, value) pairs of each path, from the folders between `root` and the file.
 
-    Raises SourceError for files with different names of partitions.
+    A value is int if all values of its name are.
+
+    Raises:
+        SourceError: Files have different names of partitions.
     """
     pairs = [_pairs(path[len(root) :]) if path.startswith(root) else {} for path in paths]
     names = {tuple(found): i for i, found in reversed(list(enumerate(pairs)))}
@@ -45,7 +47,7 @@ def partition_values(
 
 
 def partition_schema(partitions: Sequence[tuple[str, str | int | None]]) -> pa.Schema:
-    """The columns that the partitions of one file give, null where the value is."""
+    """Returns the columns of one file's partitions, of type null where the value is null."""
     kinds = {int: pa.int64(), str: pa.large_string()}
     return pa.schema(
         [
@@ -56,6 +58,7 @@ def partition_schema(partitions: Sequence[tuple[str, str | int | None]]) -> pa.S
 
 
 def constant(value: str | int | None, rows: int, kind: pa.DataType) -> pa.Array:
+    """Returns a column with one value in all rows."""
     return pa.nulls(rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), rows)
 
 
@@ -69,7 +72,7 @@ def _pairs(below: str) -> dict[str, str | None]:
 
 
 def _is_int(text: str | None) -> bool:
-    """Decimal digits that read back as they stand: 007 stays text."""
+    """Returns whether a text is an integer that prints as it stands: 007 stays text."""
     digits = (text or "").removeprefix("-")
     return (
         digits.isascii()

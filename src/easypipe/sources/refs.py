@@ -1,4 +1,4 @@
-"""What a file is called, how it is told apart, and how its failures are told."""
+"""FileRef: a file with what identifies it; formats by extension; errors that name a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import is_remote
 from easypipe.sources.partitions import partition_values
 
-# What a file's extension says of its format; compressions may follow those of line formats.
+# The extensions of each format; those of line formats may be followed by that of a compression.
 EXTENSIONS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet", ".pq"),
     "arrow": (".arrow", ".arrows", ".ipc", ".feather"),
@@ -25,12 +25,12 @@ EXTENSIONS: dict[str, tuple[str, ...]] = {
     "txt": (".txt", ".text"),
     "mds": (".mds",),
 }
-# Read where they are named, or by type=: a folder of text may hold a .bin of anything.
+# Read only if a file is named, or with type=: a folder of text may hold a .bin of anything.
 TOKEN_EXTENSIONS: dict[str, tuple[str, ...]] = {
     "tokens": (".npy", ".bin"),
     "arrayrecord": (".array_record", ".arrayrecord"),
 }
-# Read where they are named, or by type=, too: not every .tar is a WebDataset.
+# Read only if a file is named, or with type=, too: not every .tar is a WebDataset.
 ARCHIVE_EXTENSIONS: dict[str, tuple[str, ...]] = {"webdataset": (".tar",)}
 ALL_EXTENSIONS = {**EXTENSIONS, **TOKEN_EXTENSIONS, **ARCHIVE_EXTENSIONS}
 COMPRESSIONS: dict[str, str] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2"}
@@ -43,19 +43,24 @@ T = TypeVar("T")
 class FileRef:
     """One file as it was when it was resolved.
 
-    path: absolute path or URL, without credentials. num_bytes: size at rest. identity: changes when
-    the content does (mtime in ns; an object's etag). partitions: values that its folders name
-    (`lang=en/`), constant columns of its rows. url: where it is read, where that is not `path`.
-    twin: a copy on this machine, which is read instead. head_bytes: of a file of records, look only
-    at those that end within so many first plain bytes.
+    Args:
+        path: Its absolute path or URL, without credentials.
+        num_bytes: Its size at rest.
+        identity: A text that changes when the content does (mtime in ns; an object's etag).
+        partitions: The values that its folders name (`lang=en/`), which are constant columns of its
+            rows.
+        url: Where it is read, if that is not `path`; it may be signed, so it is never shown.
+        storage_options: Passed to fsspec; they may hold credentials, so they are never shown.
+        twin: A copy on this machine, which is read instead.
+        head_bytes: For a file of records, reads only those that end within so many first plain
+            bytes.
     """
 
     path: str
     num_bytes: int
     identity: str
     partitions: tuple[tuple[str, str | int | None], ...] = ()
-    url: str | None = field(default=None, compare=False, repr=False)  # may be signed: never shown
-    # may hold credentials: never shown
+    url: str | None = field(default=None, compare=False, repr=False)
     storage_options: StorageOptions = field(default=None, compare=False, repr=False)
     twin: FileRef | None = field(default=None, compare=False, repr=False)
     head_bytes: int | None = None
@@ -66,7 +71,7 @@ class FileRef:
 
     @property
     def here(self) -> FileRef:
-        """The file to open: the copy on this machine where there is one."""
+        """The file to open: the copy on this machine if there is one."""
         return self.twin or self
 
     @property
@@ -88,13 +93,13 @@ class FileRef:
         row: int | None = None,
         column: str | None = None,
     ) -> SourceError:
-        """What is wrong with the file, or with a row or column of it."""
+        """Returns an error about the file, or about a row or column of it."""
         at = place(self.path, row=row, column=column)
         return SourceError(at=at, problem=problem, have=have, fix=fix)
 
 
 def format_of(path: str) -> str | None:
-    """The format that a path's extension names, None where it names none."""
+    """Returns the format that a path's extension names; None if it names none."""
     name = plain_name(path).rstrip("/").rpartition("/")[2].lower()
     stem, dot, last = name.rpartition(".")
     if ".array" in name:
@@ -109,29 +114,41 @@ def format_of(path: str) -> str | None:
 
 
 def compression_of(path: str) -> str | None:
-    """ "gz", "zst", "bz2" or None, by the extension; whether the content agrees is checked when it
-    is read.
+    """Returns "gz", "zst", "bz2" or None, by the extension.
+
+    Whether the content agrees is checked when it is read.
     """
     return COMPRESSIONS.get(os.path.splitext(plain_name(path).lower())[1])
 
 
 def plain_name(path: str) -> str:
-    """`path` without the query of a URL, which would hide its extension."""
+    """Returns `path` without the query of a URL, which would hide its extension."""
     return path.partition("?")[0] if remote.is_http(path) else path
 
 
 def data_files_in(
     folder: str, text: str, inside: Iterable[str], kinds: tuple[str, ...]
 ) -> list[str]:
-    """The data files among `inside`, sorted; names that begin with "." or "_" are bookkeeping of
-    whoever wrote the folder.
+    """Returns the data files of a folder, naturally sorted.
+
+    Names that begin with "." or "_" are left out, as writers keep their own records under such
+    names.
+
+    Args:
+        folder: The folder.
+        text: The folder as the user named it, for the error.
+        inside: The paths of all files in it.
+        kinds: The formats of data files.
+
+    Raises:
+        MissingFileError: There is no data file.
     """
     kept = []
     for name in inside:
         parts = name[len(folder) :].strip("/").split("/")
         if not any(part.startswith((".", "_")) for part in parts) and format_of(name) in kinds:
             kept.append(name)
-    if any(format_of(name) == "mds" for name in kept):  # whose index is no data
+    if any(format_of(name) == "mds" for name in kept):  # the index of MDS is no data
         kept = [name for name in kept if not name.endswith("/index.json")]
     if not kept:
         endings = [ending for kind in kinds for ending in ALL_EXTENSIONS[kind]]
@@ -147,13 +164,13 @@ def data_files_in(
 
 
 def fixed_part(pattern: str) -> str:
-    """The folders of a pattern in front of the first with magic in it."""
+    """Returns the folders of a pattern in front of the first one with a wildcard."""
     parts = pattern.split("/")
     return "/".join(parts[: next(i for i, part in enumerate(parts) if glob.has_magic(part))])
 
 
 def partitioned(files: list[FileRef], root: str) -> list[FileRef]:
-    """The files with the values that their folders below `root` name."""
+    """Returns the files with the values that their folders below `root` name."""
     values = partition_values([file.path for file in files], root)
     return [
         replace(file, partitions=value) if value else file
@@ -162,7 +179,7 @@ def partitioned(files: list[FileRef], root: str) -> list[FileRef]:
 
 
 def natural(path: str) -> list[tuple[int, int, str]]:
-    """Sort key under which part-2 comes before part-10."""
+    """Returns a sort key under which part-2 comes before part-10."""
     return [
         (0, int(part), "") if part.isdigit() else (1, 0, part)
         for part in re.split(r"([0-9]+)", path)
@@ -171,7 +188,7 @@ def natural(path: str) -> list[tuple[int, int, str]]:
 
 
 def reading(file: FileRef, call: Callable[[], T]) -> T:
-    """`call()`, with failures of the file system told as SourceErrors that name the file."""
+    """Returns `call()`; failures of the file system become SourceErrors that name the file."""
     try:
         return call()
     except FileNotFoundError as error:
@@ -189,4 +206,5 @@ def reading(file: FileRef, call: Callable[[], T]) -> T:
 
 
 def changed(file: FileRef) -> SourceError:
+    """Returns the error for a file that changed after the source was made."""
     return file.error("changed after the source was made", "Make the source again.")

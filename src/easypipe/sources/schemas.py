@@ -1,4 +1,4 @@
-"""One schema for files or sources that differ: types merged by name, arrays brought to them.
+"""One schema for files or sources that differ: types merged by name, arrays converted to them.
 
 string → large_string, list → large_list (so that no batch meets the 2^31 limit of int32 offsets),
 dictionaries and extensions → their values, every field nullable, no metadata. Equal content then
@@ -31,7 +31,7 @@ from easypipe.core.schema import (
 )
 from easypipe.core.values import Int64
 
-UNITS = ("s", "ms", "us", "ns")  # of time, each finer than the one before
+UNITS = ("s", "ms", "us", "ns")  # units of time, each finer than the one before
 
 
 class TypeConflict(Exception):
@@ -39,10 +39,13 @@ class TypeConflict(Exception):
 
 
 def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
-    """`schema` in plain types. A stored `__row_number__` is left out: it numbers rows of the shard
-    it was made from, not of this one.
+    """Returns `schema` in plain types.
 
-    Raises SchemaError naming a column that stands twice.
+    A stored `__row_number__` is left out: it numbers rows of the shard it was made from, not of
+    this one.
+
+    Raises:
+        SchemaError: Two columns have one name.
     """
     seen: set[str] = set()
     for name in schema.names:
@@ -64,8 +67,14 @@ def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
 
 
 def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
-    """The type that holds both: null gives way, numbers, decimals and units of time widen, structs
-    join their fields, lists of a fixed length meet others as lists. Raises TypeConflict."""
+    """Returns the type that holds both.
+
+    Null gives way to any type. Numbers, decimals and units of time widen. Structs join their
+    fields. Fixed-size lists become lists when they meet others.
+
+    Raises:
+        TypeConflict: There is no such type.
+    """
     t = pa.types
     if first.equals(second) or t.is_null(second):
         return first
@@ -105,10 +114,15 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
 
 
 def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    """The schema of all files together, columns in order of first appearance; a file without a
-    column has nulls there.
+    """Returns the schema of all files together, with columns in order of first appearance.
 
-    Raises SchemaError naming the column, both types and both files where no common type exists.
+    A file without a column has nulls there.
+
+    Args:
+        schemas: (path, schema) of each file.
+
+    Raises:
+        SchemaError: A column has no common type; the error names it, both types and both files.
     """
     merged: dict[str, pa.DataType] = {}
     origin: dict[str, str] = {}
@@ -138,8 +152,10 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
 
 
 def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """`array` as `kind`, which came from merge_types of its plain type. Raises pa.ArrowInvalid
-    where a value does not fit.
+    """Returns `array` as `kind`, a type that merge_types made of its plain type and others.
+
+    Raises:
+        pa.ArrowInvalid: A value does not fit.
     """
     if is_json(kind):
         return _as_json(array)
@@ -149,7 +165,7 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
     have = array.type
     if have.equals(kind):
         return array
-    if t.is_null(have) or t.is_null(kind):  # a column of type null has no other values
+    if t.is_null(have) or t.is_null(kind):  # a column of type null holds nothing but null
         return pa.nulls(len(array), kind)
     if t.is_struct(have) and t.is_struct(kind):
         by_name = {
@@ -178,7 +194,7 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def json_array(texts: Sequence[str | None]) -> pa.Array:
-    """JSON texts as a column."""
+    """Returns JSON texts as a column of type `arrow.json`."""
     return pa.ExtensionArray.from_storage(JSON, pa.array(texts, pa.large_string()))
 
 
@@ -194,8 +210,10 @@ def _as_json(array: pa.Array) -> pa.Array:
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON. Text that is JSON of a list or an object already stays as it is: others of
-    its column are that.
+    """Returns a value as JSON.
+
+    A text that is JSON of a list or an object already stays as it is, since other values of its
+    column are lists or objects.
     """
     if isinstance(value, str):
         try:
@@ -207,8 +225,11 @@ def json_text(value: Any) -> str:
 
 
 def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
-    """Python values, of JSON text what it says. A null of a struct may be a key that other rows
-    have, so it is left out, but for those in `keep` of the outermost: messages have both."""
+    """Returns Python values, and for JSON text the value that it says.
+
+    A null in a struct may be a key that only other rows have, so it is left out, except for keys in
+    `keep` of the outermost struct: messages have both.
+    """
     kind, t = array.type, pa.types
     if is_json(kind):
         return [None if text is None else json.loads(text) for text in array.storage.to_pylist()]
@@ -232,13 +253,13 @@ def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
 
 
 def text_array(offsets: Int64, data: Any) -> pa.Array:
-    """Texts that stand one behind the other in `data`."""
+    """Returns texts as a column; text i is `data[offsets[i] : offsets[i + 1]]`."""
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
     return pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers)
 
 
 def column(chunks: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
-    """The chunks as one array of `kind`."""
+    """Returns the chunks as one array of `kind`."""
     whole = [conform(chunk, kind) for chunk in chunks]
     if len(whole) == 1:
         return whole[0]
@@ -246,6 +267,6 @@ def column(chunks: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
 
 
 def has_strings(kind: pa.DataType) -> bool:
-    """Whether bytes that are not UTF-8 could stand anywhere in a column of this type."""
+    """Returns whether a column of this type could hold bytes that are not UTF-8."""
     t = pa.types
     return holds(kind, lambda one: t.is_large_string(one) or t.is_string(one) or is_json(one))

@@ -29,10 +29,17 @@ _WORDS = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `start` to `stop` of a split, over its files in order. Bounds are rows, or percent of
-    all rows (`10%`), from the end where they are negative; percent are rounded to the nearest row.
+    """Rows `start` to `stop` of a split, over its files in order.
 
-    limits: they are the first rows, fewer where there are fewer; nothing behind them is counted.
+    Bounds are rows, or percent of all rows (`10%`), from the end if they are negative; percent are
+    rounded to the nearest row.
+
+    Args:
+        text: The split as it was written.
+        start: The first bound; None begins at the first row.
+        stop: The second bound; None goes to the last row.
+        limits: Whether this is a limit (`num_rows`): the first rows, or all if there are fewer. No
+            row behind them is counted.
     """
 
     text: str
@@ -42,14 +49,16 @@ class Part:
 
     @property
     def first_rows(self) -> int | None:
-        """As many as are asked for from the first on; None where that follows only from how many
-        there are.
-        """
+        """How many first rows it takes; None if that depends on how many there are."""
         head = self.start in (None, "0", "0%")
         return int(self.stop) if head and self.stop is not None and self.stop.isdigit() else None
 
     def rows(self, num_rows: int) -> tuple[int, int]:
-        """(first, behind the last). Raises ConfigError where that is none of `num_rows`."""
+        """Returns the first row, and the row behind the last one.
+
+        Raises:
+            ConfigError: The part holds none of `num_rows` rows.
+        """
         start, stop = _bound(self.start, num_rows, 0), _bound(self.stop, num_rows, num_rows)
         require(
             start < stop,
@@ -61,8 +70,10 @@ class Part:
 
 
 def parse_split(text: str) -> tuple[str, Part | None]:
-    """The name of a split, and the part of it that is asked for. Raises ConfigError for what is
-    neither.
+    """Returns the name of a split, and the part of it that is asked for; None for all of it.
+
+    Raises:
+        ConfigError: The text is neither a name nor a part of a split.
     """
     found = _WORDS.fullmatch(text)
     if found is None:
@@ -96,8 +107,11 @@ class PartialSource(Source):
     """The rows of one part of a source, over its shards in order.
 
     A shard that begins in the middle of a file is named `file[first:last]`, and its rows count from
-    0. Opening it counts all rows. Raises SourceError where rows cannot be counted, ConfigError for
-      a part that holds none.
+    0. Opening it counts all rows.
+
+    Raises:
+        SourceError: Rows cannot be counted.
+        ConfigError: The part holds no row.
     """
 
     def __init__(self, source: ShardedSource, part: Part) -> None:
@@ -133,9 +147,7 @@ class PartialSource(Source):
         return digest(whole, first) if first else whole
 
     def select(self, columns: Sequence[str]) -> PartialSource:
-        """The same rows with only `columns`, where the source can leave out the others; else the
-        source as it is.
-        """
+        """Returns the same rows with only `columns`, if the source can leave out the others."""
         return PartialSource(select(self.source, columns), self.part)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
@@ -155,6 +167,7 @@ class PartialSource(Source):
         return raw_of(self.source, inner, first + row)
 
     def _place(self, shard: int, stop: int) -> tuple[int, int]:
+        """Returns a shard's number in the source below, and the row at which it begins there."""
         here, inner, first = self._pieces[shard]
         if stop > (here.num_rows or 0):
             told = "num_rows leaves" if self.part.limits else "The part of the split has"
@@ -167,13 +180,14 @@ class PartialSource(Source):
 
     @property
     def _pieces(self) -> tuple[tuple[Shard, int, int], ...]:
-        """(shard, its number in the source, the row of that at which it begins)."""
+        """Every shard, its number in the source below, and the row at which it begins there."""
         if self._known is None:
             self._known = tuple(_cut(self.source.shards, self.part))
         return self._known
 
 
 def _counted_from(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
+    """Returns a batch whose row numbers count from row `first`."""
     if not first or ROW_NUMBER not in batch.schema.names:
         return batch
     at = batch.schema.get_field_index(ROW_NUMBER)
@@ -182,8 +196,10 @@ def _counted_from(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
 
 
 def limited(source: ShardedSource, num_rows: int) -> PartialSource:
-    """The first `num_rows` physical rows of a source, counted before any are refused; fewer where
-    it has fewer. Raises ConfigError for a limit below 1.
+    """Returns the first `num_rows` physical rows of a source, counted before any are rejected.
+
+    Raises:
+        ConfigError: The limit is below 1.
     """
     require(
         num_rows >= 1,
@@ -195,6 +211,7 @@ def limited(source: ShardedSource, num_rows: int) -> PartialSource:
 
 
 def _cut(shards: Sequence[Shard], part: Part) -> Iterator[tuple[Shard, int, int]]:
+    """Yields (shard, its number in the source below, the row at which it begins there)."""
     start, stop = 0, part.first_rows or 0
     if not part.limits:
         start, stop = part.rows(sum(_counted(shard, part) for shard in shards))

@@ -1,4 +1,4 @@
-"""Rows given as Python dicts by users' own sources, as Arrow batches."""
+"""Python dicts as Arrow batches: the rows that users' own sources and objects give."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from easypipe.sources.schemas import (
     plain_schema,
 )
 
-FIRST_ROWS = 1024  # from which the columns follow
+FIRST_ROWS = 1024  # the columns follow from so many first rows
 
 MISFITS = (
     pa.ArrowInvalid,
@@ -41,7 +41,7 @@ MISFITS = (
 
 
 def require_row(row: Item, number: int, name: str) -> None:
-    """Raises SourceError for what is no dict with names of columns."""
+    """Raises SourceError if a row is not a dict with names of columns."""
     if not _is_row(row):
         problem = f"expected a dict with names of columns, got {type(row).__name__}"
         raise SourceError(
@@ -54,8 +54,9 @@ def _is_row(row: Item) -> bool:
 
 
 def next_rows(rows: Iterator[Item], start: int, count: int, at: str) -> list[Any]:
-    """The next `count` rows, fewer where it ends. What the user's code raises is passed on with the
-    place.
+    """Returns the next `count` rows, fewer at the end.
+
+    An error of the user's code is passed on with a note that says where it was raised.
     """
     taken: list[Any] = []
     for _ in range(count):
@@ -73,15 +74,20 @@ def next_rows(rows: Iterator[Item], start: int, count: int, at: str) -> list[Any
 def columns_of(
     rows: Iterable[Item], name: str, *, skip: bool = False, exact: Sequence[str] = ()
 ) -> pa.Schema:
-    """The columns of the first rows. Raises SourceError where the values of one have no common
-    type, or where there are none.
+    """Returns the columns of the first rows.
 
-    skip: rows that do not fit are left out: the type that most values have decides. exact: columns
-    whose lists and objects are JSON: rows behind these may hold nulls that no Arrow type would tell
-    from keys that are not there.
+    Args:
+        rows: The rows.
+        name: The dataset, for errors.
+        skip: Leaves out rows that do not fit; the type that most values have decides.
+        exact: Columns whose lists and objects are JSON: later rows may hold nulls that an Arrow
+            type could not tell from missing keys.
+
+    Raises:
+        SourceError: The values of a column have no common type, or there are no columns.
     """
     found: dict[str, Counter[pa.DataType]] = {}
-    for row in rows:  # Python objects: there is no column to work on yet
+    for row in rows:  # row by row: these are Python objects, no columns yet
         if skip and not _is_row(row):
             continue
         for key, value in row.items():
@@ -112,9 +118,16 @@ def columns_of(
 def as_arrays(
     rows: Sequence[Row], numbers: Sequence[int], columns: pa.Schema, name: str
 ) -> list[pa.Array]:
-    """The rows as arrays of `columns`. numbers: of each row, for errors.
+    """Returns the rows as arrays of `columns`.
 
-    Raises SourceError naming the row and the column that does not fit.
+    Args:
+        rows: The rows.
+        numbers: The number of each row, for errors.
+        columns: The columns.
+        name: The dataset, for errors.
+
+    Raises:
+        SourceError: A value does not fit; the error names its row and column.
     """
     known = set(columns.names)
     for number, row in zip(numbers, rows, strict=True):
@@ -137,10 +150,17 @@ def as_arrays(
 def as_scan(
     rows: Sequence[Item], numbers: Sequence[int], columns: pa.Schema, name: str, *, skip: bool
 ) -> Scan:
-    """The rows as a batch of `columns`.
+    """Returns the rows as a batch of `columns`.
 
-    skip: those that do not fit are rejects, and `columns` hold ROW_NUMBER; else SourceError is
-    raised for the first of them.
+    Args:
+        rows: The rows.
+        numbers: The number of each row.
+        columns: The columns; with `skip` they hold ROW_NUMBER.
+        name: The dataset, for errors.
+        skip: Whether rows that do not fit are rejects.
+
+    Raises:
+        SourceError: A row does not fit, and `skip` is False; the error names the first.
     """
 
     def made(rows: Sequence[Item], numbers: Sequence[int]) -> pa.RecordBatch:
@@ -159,7 +179,7 @@ def as_scan(
             raise
     good: list[tuple[int, Any]] = []
     rejects: list[Reject] = []
-    for number, row in zip(numbers, rows, strict=True):  # of the few blocks that hold a bad row
+    for number, row in zip(numbers, rows, strict=True):  # only a few blocks hold a bad row
         try:
             made([row], [number])
             good.append((number, row))
@@ -172,9 +192,10 @@ def as_scan(
 
 
 def as_json(values: Iterable[Any]) -> pa.Array:
-    """Lists and objects that no Arrow type holds together, as a column of JSON; None is null.
+    """Returns lists and objects without a common Arrow type as a column of JSON; None is null.
 
-    Raises TypeError for a value that is neither, and where JSON knows no word for what lies inside.
+    Raises:
+        TypeError: A value is neither, or holds something that JSON cannot express.
     """
     return json_array([None if value is None else json_text(_of_json(value)) for value in values])
 
@@ -188,6 +209,7 @@ def _no_common_type(key: str, error: Exception, name: str) -> SourceError:
 
 
 def _kind_of(key: str, value: Any, name: str, *, skip: bool) -> pa.DataType | None:
+    """Returns the type of a value; None if it has none and `skip` is True."""
     try:
         return _kind(value)
     except MISFITS as error:
@@ -197,7 +219,7 @@ def _kind_of(key: str, value: Any, name: str, *, skip: bool) -> pa.DataType | No
 
 
 def _kind(value: Any) -> pa.DataType:
-    """The type of one value; JSON for a list or an object whose insides have none."""
+    """Returns the type of one value; JSON for a list or an object whose insides have none."""
     try:
         return plain_type(pa.array([_plain(value)]).type)
     except MISFITS:
@@ -207,8 +229,12 @@ def _kind(value: Any) -> pa.DataType:
 
 
 def _of_all(kinds: Iterable[pa.DataType]) -> pa.DataType:
-    """The type of a column of all, in whatever order they come: objects become JSON among
-    themselves before they meet lists, as in JSON lines. Raises TypeConflict.
+    """Returns the type of a column of all, in whatever order they come.
+
+    Objects become JSON among themselves before they meet lists, as in JSON lines.
+
+    Raises:
+        TypeConflict: There is no such type.
     """
     kinds = list(kinds)
     objects = [kind for kind in kinds if pa.types.is_struct(kind)]
@@ -217,8 +243,12 @@ def _of_all(kinds: Iterable[pa.DataType]) -> pa.DataType:
 
 
 def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
-    """The type of a column of both, by the rule of JSON lines: lists, and objects, of any insides
-    go together. Raises TypeConflict.
+    """Returns the type of a column of both, by the rule of JSON lines.
+
+    Lists of any insides go together, and so do objects.
+
+    Raises:
+        TypeConflict: There is no such type.
     """
     t = pa.types
     lists = list(map(is_list, (before, kind)))
@@ -251,7 +281,7 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
             problem=f"{wanted}: {error}",
             fix="Give every row the same type.",
         ) from error
-    if holds_struct(field.type):  # Arrow drops keys of objects that the type does not name
+    if holds_struct(field.type):  # Arrow drops keys that the type does not name
         for number, value in zip(numbers, values, strict=True):
             lost = _lost(value, field.type)
             if lost is not None:
@@ -270,7 +300,7 @@ def holds_struct(kind: pa.DataType) -> bool:
 
 
 def _lost(value: Any, kind: pa.DataType) -> str | None:
-    """A key of an object within `value` that is not null and has no place in `kind`."""
+    """Returns a key of an object within `value` that is not null and has no place in `kind`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if item is None:
@@ -288,15 +318,15 @@ def _lost(value: Any, kind: pa.DataType) -> str | None:
 
 
 def outer_kind(value: Any) -> type | None:
-    """dict for objects, list for lists and arrays, None for any other value."""
+    """Returns dict for objects, list for lists and arrays, None for any other value."""
     if isinstance(value, Mapping):
         return dict
-    # arrays of any library, known by what they have
+    # arrays of any library are recognised by their attributes
     return list if isinstance(value, list | tuple) or getattr(value, "ndim", 0) else None
 
 
 def _of_json(value: Any, *, outermost: bool = True) -> Any:
-    """`value` of what JSON knows alone. Raises TypeError where that would lose something."""
+    """Returns `value` made of JSON's own types; raises TypeError if that would lose something."""
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise TypeError(
@@ -318,7 +348,7 @@ def _of_json(value: Any, *, outermost: bool = True) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays (of any library that NumPy understands) as lists, since Arrow takes only flat ones."""
+    """Returns arrays of any library as flat NumPy arrays or lists, as Arrow takes no others."""
     if hasattr(value, "__array__") and not isinstance(value, np.generic):
         array = np.asarray(value)
         return array if array.ndim == 1 else array.tolist()
@@ -326,6 +356,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fits(value: Any, kind: pa.DataType) -> bool:
+    """Returns whether a value can be stored as `kind`."""
     try:
         as_json([value]) if is_json(kind) else typed_array([_plain(value)], kind)
     except MISFITS:

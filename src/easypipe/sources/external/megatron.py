@@ -37,9 +37,15 @@ CHUNK_DOCS = 1 << 16
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """Where documents lie; mapped from the file where that is local.
+    """Where documents lie; its arrays are mapped from the file if that is local.
 
-    sizes: Int32[sequences]. pointers: Int64[sequences]. documents: Int64[docs + 1].
+    Args:
+        path: The .idx file.
+        dtype: The dtype of the tokens.
+        sizes: Int32[sequences], the tokens of each sequence.
+        pointers: Int64[sequences], the byte of the .bin file at which each begins.
+        documents: Int64[docs + 1], the first sequence of each document, and how many sequences
+            there are.
     """
 
     path: str
@@ -53,8 +59,10 @@ class MegatronIndex:
         return len(self.documents) - 1
 
     def read(self, file: FileRef, start: int, stop: int) -> tuple[np.ndarray, Int64]:
-        """Tokens of documents `start` to `stop`, and their offsets. Raises SourceError for places
-        outside of the .bin file.
+        """Returns the tokens of documents `start` to `stop`, and their offsets.
+
+        Raises:
+            SourceError: A document lies outside of the .bin file.
         """
         first, last = int(self.documents[start]), int(self.documents[stop])
         begins = np.array(self.pointers[first:last], np.int64)
@@ -88,8 +96,10 @@ class MegatronIndex:
 
 
 def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
-    """The index of a .bin file. Raises SourceError where it is not one, is truncated, or does not
-    belong to `data`.
+    """Returns the index of a .bin file.
+
+    Raises:
+        SourceError: It is not an index, is truncated, or does not belong to `data`.
     """
     dtype, sequences, documents = _header(index)
 
@@ -100,7 +110,7 @@ def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
             return np.frombuffer(
                 read_range(index, at, at + count * np.dtype(dtype).itemsize), dtype
             )
-        with open_local(index):  # refuses a file that changed since
+        with open_local(index):  # refuses a file that changed meanwhile
             return np.memmap(index.here.path, dtype=dtype, mode="r", offset=at, shape=(count,))
 
     sizes = array(HEADER_BYTES, sequences, "<i4")
@@ -121,7 +131,7 @@ def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
 
 
 def _header(index: FileRef) -> tuple[np.dtype[Any], int, int]:
-    """The dtype of the tokens, and how many sequences and documents there are."""
+    """Returns the dtype of the tokens, and how many sequences and documents there are."""
     head = read_range(index, 0, min(HEADER_BYTES, index.num_bytes))
     if not head.startswith(MAGIC) or len(head) < HEADER_BYTES:
         raise index.error(
@@ -226,7 +236,7 @@ def _chunks(file: Any) -> Iterator[Int32]:
 def _blocks(
     documents: ShardedSource | Iterable[ArrayLike],
 ) -> Iterator[tuple[np.ndarray, Int64]]:
-    """(tokens, length of each document) of some documents at a time."""
+    """Yields (tokens, length of each document) of some documents at a time."""
     if isinstance(documents, ShardedSource):
         for number, shard in enumerate(documents.shards):
             edges = sorted({*shard.cuts, shard.num_rows or 0})

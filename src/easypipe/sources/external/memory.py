@@ -31,9 +31,11 @@ class InMemoryShardedSource(Source):
     Args:
         data: pa.Table or pa.RecordBatch; a list of dicts (missing keys are null); a dict of equally
             long columns (lists, NumPy or Arrow arrays).
+        columns: Names to read, in this order; None reads all.
+        name: The name of the dataset, for errors.
 
     Raises:
-        SourceError: If the values of a column have no common type; names row and column.
+        SourceError: The values of a column have no common type; the error names row and column.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class InMemoryShardedSource(Source):
     ) -> None:
         table = _table(data, name)
         self._columns, self._name = columns, name
-        # as Python gave them: Arrow would tell no null from a key that a row does not have
+        # the Python values, as Arrow cannot tell a null from a key that a row does not have
         self._nested = {
             key: values
             for key in table.column_names
@@ -67,7 +69,7 @@ class InMemoryShardedSource(Source):
         rows = self._batch.num_rows
         cuts, size = tuple(range(0, rows, CUT_ROWS)) or (0,), self._batch.nbytes
         self.shards = (Shard(name=name, num_rows=rows, cuts=cuts, num_bytes=size),)
-        # of the content: equal rows give an equal fingerprint
+        # a digest of the content: equal rows have an equal fingerprint
         self.fingerprint = digest("memory", READER_VERSION, content_hash(self._batch))
 
     def shard_identity(self, shard: int) -> str:
@@ -105,7 +107,7 @@ def _table(data: Any, name: str) -> pa.Table:
         return pa.table(arrays)
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         keys: dict[str, None] = {}
-        # user rows are Python objects: there is no column to work on yet
+        # row by row: these are Python objects, no columns yet
         for number, row in enumerate(data):
             if not isinstance(row, Mapping):
                 kind = type(row).__name__
@@ -131,14 +133,14 @@ def _table(data: Any, name: str) -> pa.Table:
 
 
 def _python_values(data: Any, key: str) -> Sequence[Any] | None:
-    """A column as Python objects; None of what Arrow holds already."""
+    """Returns a column as Python objects; None if Arrow holds it already."""
     if isinstance(data, Mapping):
         return data[key] if isinstance(data[key], list | tuple) else None
     return None if isinstance(data, pa.Table | pa.RecordBatch) else [row.get(key) for row in data]
 
 
 def _holds_null(value: Any) -> bool:
-    """Whether an object within `value` holds a null."""
+    """Returns whether an object within `value` holds a null."""
     if isinstance(value, Mapping):
         return any(item is None or _holds_null(item) for item in value.values())
     return isinstance(value, list | tuple) and any(map(_holds_null, value))
@@ -171,7 +173,7 @@ def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:
 
 
 def _first_misfit(values: Any) -> int | None:
-    """The first row that does not go with those before it."""
+    """Returns the first row that does not go with those before it."""
     for stop in range(1, len(values) + 1):
         try:
             pa.array(values[:stop])
@@ -181,7 +183,7 @@ def _first_misfit(values: Any) -> int | None:
 
 
 def content_hash(batch: pa.RecordBatch) -> str:
-    """XXH3 of the batch as an Arrow stream: schema and values, no leftovers of slices."""
+    """Returns the XXH3 of the batch as an Arrow stream: of schema and values alone."""
     hasher = xxhash.xxh3_128()
     sink = pa.PythonFile(_Hashing(hasher), mode="w")
     with pa.ipc.new_stream(sink, batch.schema) as writer:

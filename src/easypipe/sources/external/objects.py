@@ -1,7 +1,7 @@
 """Objects as sources: `datasets.Dataset`, `grain.MapDataset`, and sequences of dicts.
 
-They are known by what they can do, so none of those libraries is imported here. Rows stay where
-they are: a read takes its own.
+They are recognised by their methods, so none of those libraries is imported here. Rows stay where
+they are: a read takes only its own.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from easypipe.sources.external.own import (
 )
 from easypipe.sources.schemas import column, plain_schema
 
-BLOCK_ROWS = 1024  # read at a time to hash the content
+BLOCK_ROWS = 1024  # rows that are read at a time to hash the content
 ENDLESS = 1 << 62  # lengths of datasets that repeat without end are near 2^63
 
 
 def is_arrow_dataset(data: Dataset) -> bool:
-    """`datasets.Dataset`: columns in Arrow tables, maybe behind a list of indices."""
+    """Returns whether this is a `datasets.Dataset`: Arrow tables, maybe behind indices."""
     return all(
         hasattr(data, name)
         for name in ("with_format", "column_names", "features", "__len__", "__getitem__")
@@ -48,7 +48,7 @@ def is_arrow_dataset(data: Dataset) -> bool:
 
 
 def is_dataset_dict(data: Dataset) -> bool:
-    """`datasets.DatasetDict`."""
+    """Returns whether this is a `datasets.DatasetDict`."""
     return (
         isinstance(data, Mapping)
         and bool(data)
@@ -57,8 +57,10 @@ def is_dataset_dict(data: Dataset) -> bool:
 
 
 def is_random_access(data: Dataset) -> bool:
-    """Rows by number: `grain.MapDataset`, Grain's data sources, torch's map-style datasets, any own
-    class; no plain container.
+    """Returns whether this has rows by number and is no plain container.
+
+    Such are `grain.MapDataset`, Grain's data sources, torch's map-style datasets, and users' own
+    classes.
     """
     plain = isinstance(
         data, str | bytes | Mapping | list | tuple | np.ndarray | pa.Table | pa.RecordBatch
@@ -67,8 +69,9 @@ def is_random_access(data: Dataset) -> bool:
 
 
 def is_streamed(data: Dataset) -> bool:
-    """A dataset that can only be read from its start: `datasets.IterableDataset`,
-    `grain.IterDataset`.
+    """Returns whether this can only be read from its start.
+
+    Such are `datasets.IterableDataset` and `grain.IterDataset`.
     """
     return not isinstance(data, str | bytes | Mapping | Sequence | Sized) and isinstance(
         data, Iterable
@@ -76,7 +79,7 @@ def is_streamed(data: Dataset) -> bool:
 
 
 def is_dataset_object(data: Dataset) -> bool:
-    """Whether `open_object` opens it: no path, and no rows in a plain container."""
+    """Returns whether `open_object` opens it: it is no path, and no rows in a plain container."""
     kinds = (
         is_dataset_dict,
         is_arrow_dataset,
@@ -95,10 +98,19 @@ def open_object(
     split: str | None = None,
     **options: Unpack[OwnOptions],
 ) -> ShardedSource:
-    """The source of an object. `options` are those of `own.as_source`. The rows of what has them
-    by number are known by their content, unless `version` says what they are.
+    """Returns the source of an object.
 
-    Raises ConfigError for a split that is not there, and for what can be read only once.
+    Rows that an object has by number are known by their content, unless `version` says what they
+    are.
+
+    Args:
+        data: The object.
+        name: The name of the dataset, for errors.
+        split: The split of a DatasetDict.
+        options: Those of `own.as_source`.
+
+    Raises:
+        ConfigError: There is no such split, or the object can be read only once.
     """
     if is_dataset_dict(data):
         if split is None and len(data) == 1:
@@ -123,8 +135,9 @@ def open_object(
 def _opened(
     data: Dataset, name: str, version: str | int | None, *, skip: bool
 ) -> ArrowDatasetSource | RandomAccessSource:
-    """By its tables, unless its rows are made when they are read (`with_transform`): no table holds
-    those.
+    """Returns a source of the dataset's tables, or of its rows if they are made when they are read.
+
+    The rows of `with_transform` are made so: no table holds them.
     """
     made = (
         (attribute_of(data, "format") or {}).get("type") == "custom"
@@ -145,7 +158,13 @@ class _Object(Source):
     """The rows of an object: one shard, known by its content."""
 
     def __init__(self, name: str, rows: int, identity: str | None) -> None:
-        """identity: what its rows are known by, in place of their content."""
+        """Sets up the one shard.
+
+        Args:
+            name: The name of the dataset.
+            rows: How many rows there are.
+            identity: What the rows are known by in place of their content; None: the content.
+        """
         self._name, self._identity = name, identity
         self.shards: Sequence[Shard] = (
             Shard(name=name, num_rows=rows, cuts=tuple(range(0, rows, 8 * BLOCK_ROWS)) or (0,)),
@@ -153,9 +172,7 @@ class _Object(Source):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the content, which is read once for it: equal rows give an equal
-        fingerprint.
-        """
+        """A digest of the content, which is read once: equal rows have an equal fingerprint."""
         return self._content
 
     @functools.cached_property
@@ -174,8 +191,9 @@ class _Object(Source):
 
 
 class ArrowDatasetSource(_Object):
-    """A `datasets.Dataset`, whatever was selected, shuffled or formatted in it; implements
-    ShardedSource. Its tables stay memory-mapped.
+    """A `datasets.Dataset`, whatever was selected, shuffled or formatted in it.
+
+    It implements ShardedSource. Its tables stay memory-mapped.
     """
 
     def __init__(
@@ -205,12 +223,11 @@ class ArrowDatasetSource(_Object):
 
 
 class RandomAccessSource(_Object):
-    """Anything with `len()` that gives a dict (or None, for a row that is filtered out) by number.
+    """Rows by number: anything with `len()` whose `data[i]` is a dict, or None for a filtered row.
 
-    Values are Python objects or arrays. Columns follow from the first 1,024 rows; a later row that
-    does not fit them raises SourceError, as does one that is no dict, or both are rejects (`skip`).
-    Rows that are None are
-    rejects ("filtered", benign). Thread safe where `data[i]` is.
+    Values are Python objects or arrays. Columns follow from the first 1,024 rows. A later row that
+    does not fit them, or that is no dict, raises SourceError or is a reject (`skip`). Rows that are
+    None are rejects ("filtered", benign). It is thread safe if `data[i]` is.
     """
 
     def __init__(
@@ -261,7 +278,7 @@ class RandomAccessSource(_Object):
         return Scan(batch, (*bad, *left_out(none, "filtered")))
 
     def _there(self, start: int, stop: int) -> tuple[list[int], dict[int, Any]]:
-        """The numbers of rows that are None, and the others by number."""
+        """Returns the numbers of rows that are None, and the others by number."""
         taken = {i: self._data[i] for i in range(start, stop)}
         rows = {i: row for i, row in taken.items() if row is not None}
         return [i for i in taken if i not in rows], rows

@@ -1,4 +1,4 @@
-"""Users' own sources: whatever gives rows as dicts, shard by shard from the start.
+"""Users' own sources: anything that yields rows as dicts, shard by shard from the start.
 
 Law (stateless reads): rows that can only be read forward are read once and kept in a temporary file
 of this process, from which every read takes its own.
@@ -44,8 +44,8 @@ from easypipe.sources.external import dicts
 
 log = logging.getLogger("easypipe")
 
-BLOCK_ROWS = 256  # converted and written at a time
-# after so many a source that is counted is thought to have no end, which is said
+BLOCK_ROWS = 256  # rows that are converted and written at a time
+# a source that is counted may have no end, which is warned of every so many rows
 MANY_ROWS = 10_000_000
 
 
@@ -58,21 +58,23 @@ class Numbered(Protocol):
 
 
 def is_complete(data: Dataset) -> bool:
-    """Whether it has `shards` and `read(shard, start, stop)`: a ShardedSource."""
+    """Returns whether it has `shards` and `read(shard, start, stop)`: a ShardedSource."""
     return (
         not isinstance(data, type) and _has(data, "shards") and callable(attribute_of(data, "read"))
     )
 
 
 def is_sharded(data: Dataset) -> bool:
-    """Whether it opens shards by name, as ShardedDataSource says."""
+    """Returns whether it opens shards by name, as ShardedDataSource says."""
     opens = _has(data, "open_shard") or _has(data, "open_shard_at_row")
     return opens and not isinstance(data, type)
 
 
 def is_generator(data: Dataset) -> bool:
-    """Rows one after the other: a generator function, any other function without arguments, or what
-    can be iterated over again.
+    """Returns whether it gives rows one after the other.
+
+    That is a function without arguments, a generator function too, or an object that can be
+    iterated over again.
     """
     if isinstance(data, type | os.PathLike):
         return False
@@ -80,7 +82,7 @@ def is_generator(data: Dataset) -> bool:
 
 
 class OwnOptions(TypedDict, total=False):
-    """Those of `as_source`."""
+    """The keyword options of `as_source`."""
 
     version: str | int | None
     num_rows: int | None
@@ -99,19 +101,20 @@ def as_source(
     folder: Path | None = None,
     skip: bool = False,
 ) -> ShardedSource:
-    """The source that `data` is, or that its rows become.
+    """Returns the source that `data` is, or that its rows become.
 
     Args:
         data: A ShardedSource; an object that opens shards by name; a function that gives rows; or
             what can be iterated over again.
-        name: Of the dataset, for errors and for the one shard of what has no shards.
+        name: The name of the dataset, for errors and for the one shard of what has no shards.
         version: What its rows are known by; None takes that of `data`. Without one its tokens are
             not kept.
-        num_rows: Only the first so many, over the shards in order; no row behind them is asked for.
-            Of a ShardedSource, all.
+        num_rows: Takes only the first so many, over the shards in order; no row behind them is
+            asked for. A ShardedSource gives all.
         counted: Whether the rows of every shard are needed before the first is read; False leaves
             shards whose ends are not known.
-        folder: Where the counts of sources with a version are kept between runs; None keeps none.
+        folder: The folder in which the counts of sources with a version are kept between runs; None
+            keeps none.
         skip: Whether rows that do not fit the columns are rejects, not an error.
 
     Raises:
@@ -149,9 +152,15 @@ def as_source(
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a source of a user's gives. open: its rows from physical row r of a shard on. seeks:
-    whether that costs nothing for a large r. label, held: what it is called, and the values that it
-    holds. name, folder, skip: as `as_source` has them.
+    """What a user's source gives.
+
+    Args:
+        shards: Its shards.
+        open: Returns its rows from a physical row of a shard on.
+        seeks: Whether that costs nothing for a large row number.
+        label: The name of the user's object.
+        held: The values that the object holds.
+        version: As in `as_source`; so are name, folder and skip.
     """
 
     shards: tuple[Shard, ...]
@@ -165,11 +174,12 @@ class Given:
     skip: bool = False
 
     def at(self, shard: int) -> str:
+        """Returns the dataset and the shard, for errors."""
         name = self.shards[shard].name
         return self.name if name == self.name else f"{self.name}, shard {name!r}"
 
     def taken(self, shard: int, start: int, count: int) -> list[Item]:
-        """So many rows from row `start` on, fewer where it ends."""
+        """Returns `count` rows from row `start` on, fewer at the end."""
         rows = iter(self.open(self.shards[shard].name, start))
         try:
             return dicts.next_rows(rows, start, count, self.at(shard))
@@ -177,19 +187,18 @@ class Given:
             _close(rows)
 
     def scanned(self, taken: list[Item], start: int, columns: pa.Schema, shard: int) -> Scan:
+        """Returns rows that were taken as a batch of `columns`."""
         numbers = range(start, start + len(taken))
         return dicts.as_scan(taken, numbers, columns, self.at(shard), skip=self.skip)
 
 
 class OwnSource(Source):
-    """The rows of a source of a user's own; implements ShardedSource. Made by `as_source`, which
-    knows what to make of what.
+    """The rows of a user's own source, as `as_source` makes it; implements ShardedSource.
 
-    Columns follow from the first 1,024 rows, lists and objects without a common type inside as
-    JSON; a later row that does not fit them raises SourceError, as does one that is no dict, or
-    both are rejects (`skip`). Rows that can only be read forward are asked for once, in order, on
-    one thread; those of a source with `open_shard_at_row` are asked for where they are needed, on
-    any thread.
+    Columns follow from the first 1,024 rows, with lists and objects without a common type inside as
+    JSON. A later row that does not fit them, or that is no dict, raises SourceError or is a reject
+    (`skip`). Rows that can only be read forward are asked for once, in order, on one thread; those
+    of a source with `open_shard_at_row` are asked for where they are needed, on any thread.
     """
 
     def __init__(self, given: Given, num_rows: int | None, *, counted: bool) -> None:
@@ -203,7 +212,7 @@ class OwnSource(Source):
         self._columns: tuple[str, ...] | None = None
         self._kept = _Kept(given)
         self._exact: tuple[str, ...] = ()  # columns whose lists and objects are JSON
-        self._known: JsonObject = {}  # shared by those that `select` gives: what was found out
+        self._known: JsonObject = {}  # what was found out, shared by the copies of `select`
         self._lock = threading.RLock()
 
     @property
@@ -213,7 +222,7 @@ class OwnSource(Source):
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """Raises what the source raises while its rows are counted."""
+        """The shards, counted if need be; raises what the user's source raises meanwhile."""
         return self._found(
             "shards", lambda: tuple(self._count()) if self._counted else self._given.shards
         )
@@ -241,7 +250,7 @@ class OwnSource(Source):
         return [name for name in there if is_json(self._whole.field(name).type)]
 
     def select(self, columns: Sequence[str]) -> OwnSource:
-        """The same rows with only `columns`; what is read is read once for both."""
+        """Returns the same rows with only `columns`; what is read is read once for both."""
         twin = copy.copy(self)
         require_columns(columns, self.schema.names, self._given.name)
         twin._columns = tuple(
@@ -256,9 +265,7 @@ class OwnSource(Source):
         return twin
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """Rows `start` to `stop`; of a shard whose end is not known as many of them as there
-        are.
-        """
+        """Returns rows `start` to `stop`; fewer only if the shard's end is not known."""
         info, at = self.shards[shard], self._given.at(shard)
         require_rows(start, stop, info.num_rows, at)
         if self._given.seeks:
@@ -276,7 +283,7 @@ class OwnSource(Source):
         return Scan(batch if self._columns is None else batch.select(list(self._columns)), rejects)
 
     def at_end(self, shard: int, position: int) -> bool:
-        """Whether there is no row `position`, nor one behind it."""
+        """Returns whether there is no row at `position` or behind it."""
         if self._given.seeks:
             batch, rejects = self._sought(shard, position, position + 1)
             return not batch.num_rows and not rejects
@@ -293,7 +300,7 @@ class OwnSource(Source):
         return with_row_numbers(schema) if given.skip else schema
 
     def _found(self, what: str, find: Callable[[], Any]) -> Any:
-        """What is known of the rows, from this process, or from an earlier one, or found now."""
+        """Returns a fact about the rows: known already, from an earlier process, or found now."""
         with self._lock:
             if what not in self._known:
                 self._recall()
@@ -304,10 +311,12 @@ class OwnSource(Source):
             return self._known[what]
 
     def _sought(self, shard: int, start: int, stop: int) -> Scan:
+        """Returns rows that the user's source opens at `start`."""
         taken = self._given.taken(shard, start, stop - start)
         return self._given.scanned(taken, start, self._whole, shard)
 
     def _count(self) -> Iterator[Shard]:
+        """Yields the shards with their numbers of rows."""
         left = self._num_rows
         for number, shard in enumerate(self._given.shards):
             if left == 0:
@@ -328,7 +337,7 @@ class OwnSource(Source):
             )
 
     def _path(self) -> Path | None:
-        """What is known of a source with a version outlives the process."""
+        """Returns where the counts are kept between processes; None if they are not."""
         given = self._given
         if given.folder is None or not (self.cacheable and self._counted):
             return None
@@ -359,10 +368,9 @@ class OwnSource(Source):
 
 class _Kept:
     """Rows that can only be read forward, each taken once, in a temporary file without a name.
-    Thread safe.
 
-    All iterators are begun and advanced on one thread: what many of them hold, such as a connection
-    to a database, belongs to one.
+    It is thread safe. All iterators are begun and advanced on one thread: what many of them hold,
+    such as a connection to a database, belongs to one.
     """
 
     def __init__(self, given: Given) -> None:
@@ -373,7 +381,7 @@ class _Kept:
         self._shards = [_Pulled() for _ in given.shards]
 
     def first_rows(self, count: int) -> list[Item]:
-        """Of the first shard that has rows."""
+        """Returns the first `count` rows of the first shard that has rows."""
         given = self._given
 
         def look() -> list[Item]:
@@ -390,10 +398,16 @@ class _Kept:
     def pull(
         self, shard: int, rows: int | None, columns: pa.Schema, limit: int | None = None
     ) -> int:
-        """Takes rows until there are `rows` of them; None takes all. Returns how many there are, at
-        least those asked for or all.
+        """Takes rows until there are `rows` of them; None takes all.
 
-        limit: of the whole shard; no row behind it is ever asked for.
+        Args:
+            shard: The number of the shard.
+            rows: How many rows are needed.
+            columns: The columns of the rows.
+            limit: The most rows of the shard; no row behind them is ever asked for.
+
+        Returns:
+            How many rows were taken, at least those asked for or all.
         """
         pulled = self._shards[shard]
         if not pulled.ended and (rows is None or pulled.rows < rows):
@@ -432,9 +446,7 @@ class _Kept:
         return self._thread.submit(work).result()
 
     def _advance(self, shard: int, rows: int | None, columns: pa.Schema, limit: int | None) -> None:
-        """Whole blocks, so that row r always stands in block r // BLOCK_ROWS. Runs on the one
-        thread.
-        """
+        """Takes whole blocks on the one thread, so that row r is in block r // BLOCK_ROWS."""
         given, pulled, at = self._given, self._shards[shard], self._given.at(shard)
         while not pulled.ended and (rows is None or pulled.rows < rows):
             if pulled.iterator is None:
@@ -447,8 +459,8 @@ class _Kept:
                 pulled.places.append((self._append(data), len(data)))
             except BaseException:
                 _close(pulled.iterator)
-                # an iterator that raised looks as if it had ended: another one is begun behind what
-                # is kept
+                # An iterator that raised looks as if it had ended: the next call begins another
+                # one behind the rows that are kept.
                 pulled.iterator = None
                 raise
             pulled.rejects += rejects
@@ -466,7 +478,7 @@ class _Kept:
             pulled.iterator = None
 
     def _append(self, data: memoryview) -> int:
-        """Where it stands in the file."""
+        """Writes a block, and returns where it begins in the file."""
         folder = self._given.folder
         with self._lock:
             if self._file is None:
@@ -485,7 +497,16 @@ class _Kept:
 
 
 class _Pulled:
-    """What was taken of a shard. places: (offset, bytes) of each block of the file."""
+    """What was taken of a shard.
+
+    Attributes:
+        rejects: The rejected rows.
+        iterator: Where reading goes on; None if it has to begin.
+        places: (offset, bytes) of each block in the file.
+        rows: How many rows were taken.
+        num_bytes: Their bytes in memory.
+        ended: Whether they are all.
+    """
 
     def __init__(self) -> None:
         self.rejects: list[Reject] = []
@@ -496,11 +517,12 @@ class _Pulled:
 
 
 def _sharded(data: Dataset) -> Given:
+    """Returns what an object that opens shards by name gives."""
     kind, base = type(data), ShardedDataSource
     own = [
         name
         for name in ("open_shard", "open_shard_at_row")
-        # methods of a user's class that are not those of the base
+        # only methods that the user's class defines itself
         if _has(data, name) and getattr(kind, name, None) is not getattr(base, name)
     ]
     require(
@@ -541,6 +563,7 @@ def _sharded(data: Dataset) -> Given:
 
 
 def _one_shard(data: Dataset, name: str) -> Given:
+    """Returns what a function or an iterable gives, as one shard."""
     require(
         not isinstance(data, Iterator),
         "data_files",
@@ -548,7 +571,7 @@ def _one_shard(data: Dataset, name: str) -> Given:
         "they are needed again",
         "Give the function that makes it, without calling it.",
     )
-    # a class may be both; what can be iterated over is data
+    # an object may be both callable and iterable: then it is iterated over
     called = callable(data) and not hasattr(data, "__iter__")
 
     def from_start(_: str, row: int) -> Iterable[Item]:
@@ -561,28 +584,29 @@ def _one_shard(data: Dataset, name: str) -> Given:
         seeks=False,
         label=name_of(data),
         held=[held_by(data), held_by(attribute_of(data, "__self__"))],
-        # what libraries call the version of a dataset says little of its rows
+        # the `version` that libraries give a dataset says little about its rows
         version=attribute_of(data, "version") if called else None,
     )
 
 
 def _behind(rows: Iterator[Item], row: int) -> Iterator[Item]:
-    """The same iterator, `row` rows later."""
+    """Returns the same iterator, `row` rows later."""
     for _ in itertools.islice(rows, row):
         pass
     return rows
 
 
 def _close(rows: Dataset) -> None:
-    """What a generator holds is let go on the thread that it belongs to."""
+    """Closes a generator, on the thread that it belongs to."""
     close = attribute_of(rows, "close")
     if close is not None:
         close()
 
 
 def _has(data: Dataset, name: str) -> bool:
-    """Whether it has a member, without asking for its value: that may open files. Only what hands
-    members on is asked for them.
+    """Returns whether an object has a member that is not None, without asking for its value.
+
+    The value of a property may open files. Only an object with `__getattr__` is asked for it.
     """
     missing = object()
     found = inspect.getattr_static(data, name, missing)

@@ -16,16 +16,14 @@ STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
 def is_saved_dataset(path: str | os.PathLike[str]) -> bool:
-    """A local folder with what `save_to_disk` writes."""
+    """Returns whether a path is a local folder with what `save_to_disk` writes."""
     folder = _folder(path)
     splits, *both = (os.path.isfile(folder / name) for name in (SPLITS, STATE, INFO))
     return splits or all(both)
 
 
 def saved_splits(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
-    """The splits of a folder that `is_saved_dataset`, and whether it is a DatasetDict, of which one
-    has to be chosen.
-    """
+    """Returns the splits of such a folder, and whether one is to be chosen (a DatasetDict)."""
     folder = _folder(path)
     if (folder / SPLITS).is_file():
         return _splits(folder), True
@@ -33,8 +31,12 @@ def saved_splits(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
 
 
 def saved_dataset_files(path: str | os.PathLike[str], split: str | None = None) -> list[str]:
-    """The Arrow shards, in their order. Raises ConfigError for a split that is not there,
-    SourceError for a folder that is damaged.
+    """Returns the Arrow shards, in their order.
+
+    Raises:
+        ConfigError: There is no such split.
+        MissingFileError: A file is missing.
+        SourceError: The folder is damaged.
     """
     folder = _folder(path)
     if (folder / SPLITS).is_file():
@@ -83,7 +85,7 @@ def _folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _own_split(folder: Path) -> str:
-    """Of a folder that is no DatasetDict."""
+    """Returns the split of a folder that is not a DatasetDict."""
     return str(_read(folder / STATE).get("_split") or "train")
 
 
@@ -93,7 +95,7 @@ def _splits(folder: Path) -> list[str]:
 
 
 def _inside(names: Sequence[Any], at: Path) -> list[str]:
-    """Raises SourceError where one of them is no name of something in the folder."""
+    """Returns the names; raises SourceError if one of them names nothing within the folder."""
     for name in names:
         if not is_inside(name):
             raise SourceError(

@@ -1,4 +1,5 @@
-"""Tokens that others made, in files of integers: .npy, raw .bin, and Megatron's .bin with its .idx.
+"""Files of tokens that others made: .npy, raw .bin, and Megatron's .bin with its .idx.
+
 Every document is a row of `input_ids`.
 
 two-dimensional .npy      a row of the array is a document
@@ -64,8 +65,13 @@ class TokenFilesConfig:
 
 @dataclass(frozen=True)
 class _Found:
-    """dtype: of the tokens. start: byte of the first one. Documents have `width` tokens, or lie
-    where the index says.
+    """How documents lie in one file.
+
+    Attributes:
+        dtype: The dtype of the tokens.
+        start: The byte of the first one.
+        width: The tokens of every document, unless there is an index.
+        megatron: The index that says where documents lie; None if there is none.
     """
 
     dtype: DType
@@ -75,11 +81,16 @@ class _Found:
 
 
 class TokenShardedSource(RecordSource):
-    """Documents of token files, in the one column `input_ids`. layout: as in TokenFilesConfig.
+    """The documents of token files, in the one column `input_ids`.
+
     Other options are those of FileSource.
 
-    Raises SourceError for a file without a layout, of another format, truncated, or with another
-    number of bytes than it says.
+    Args:
+        layout: How documents lie in the files.
+
+    Raises:
+        SourceError: A file has no layout, is of another format, is truncated, or has another number
+            of bytes than it says.
     """
 
     kind = "tokens"
@@ -168,6 +179,7 @@ class TokenShardedSource(RecordSource):
         return Rows(token_lists(values, offsets))
 
     def _refuse(self, file: FileRef, why: str) -> None:
+        """Raises SourceError if an option of the layout is given, which would have no effect."""
         for name, value in fields_of(self._layout).items():
             if value is not None:
                 raise file.error(f"{name} has no effect: {why}", f"Leave {name} out.")
@@ -218,7 +230,7 @@ def _survey(file: FileRef, found: _Found, rows: int) -> Survey:
 
 
 def _npy_header(file: FileRef, head: bytes) -> tuple[DType, tuple[int, ...], int]:
-    """dtype, shape, and the byte at which the data begins."""
+    """Returns dtype, shape, and the byte at which the data begins."""
     if not head.startswith(NPY_MAGIC):
         raise file.error(f"not an .npy file: it begins with {head[:6]!r}", "Check its type.")
     stream = io.BytesIO(head)

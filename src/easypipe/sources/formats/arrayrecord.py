@@ -1,6 +1,6 @@
 """ArrayRecord files: records by number, as UTF-8 text or as documents of tokens.
 
-Needs the package `array-record` (extra `arrayrecord`), which reads local files only.
+The package `array-record` (extra `arrayrecord`) is needed, which reads local files only.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ CUT_BYTES = 1 << 20
 
 
 class ArrayRecordShardedSource(FileSource):
-    """Records of ArrayRecord files: the column `text`, or `input_ids` where `layout` gives the
-    dtype of their tokens. Other options are those of FileSource. A record of text that is not UTF-8
-    is a reject (invalid_utf8).
+    """The records of ArrayRecord files, in the column `text` or `input_ids`.
+
+    A record of text that is not UTF-8 is a reject (invalid_utf8). Other options are those of
+    FileSource.
+
+    Args:
+        layout: The dtype of the tokens of each record; None: records are text.
     """
 
     kind = "arrayrecord"
@@ -108,6 +112,7 @@ class ArrayRecordShardedSource(FileSource):
             return reader.read(row, row + 1)[0].decode("utf-8", "replace")
 
     def _reader(self, file: FileRef) -> tuple[threading.Lock, Any]:
+        """Returns the lock and the reader of a file, which is opened once."""
         with self._reading:
             if file.path not in self._readers:
                 self._readers[file.path] = (threading.Lock(), _open(file))
@@ -131,7 +136,7 @@ def _open(file: FileRef) -> Any:
         return reader
     why = ""
     try:
-        reader.close()  # it is this that tells what was wrong
+        reader.close()  # this call tells what was wrong
     except RuntimeError as error:
         why = f": {error}"
     raise file.error(

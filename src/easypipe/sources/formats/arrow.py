@@ -18,23 +18,31 @@ from easypipe.sources.schemas import holds, plain_schema
 log = logging.getLogger("easypipe")
 
 FILE_MAGIC = b"ARROW1"
-END_MARK = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
+END_MARK = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # the continuation marker before the first message
 
 
 @dataclass(frozen=True)
 class _Batches:
-    first_row: Int64  # Int64[batches + 1]
-    # stream format: where each batch's message begins; None for the file format
+    """The record batches of a file or stream.
+
+    Attributes:
+        first_row: Int64[batches + 1], the first row of each batch, and the number of rows.
+        offsets: Where each batch's message begins in a stream; None for the file format.
+        schema: The schema as it is stored.
+        ended: False for a stream that stops between two messages without its end mark.
+        whole: False if only the head of a remote stream was looked at (FileRef.head_bytes).
+    """
+
+    first_row: Int64
     offsets: list[int] | None
-    schema: pa.Schema  # as stored
-    ended: bool = True  # False: a stream that stops between two messages without its end mark
-    # False: of a remote stream, only the head was looked at (FileRef.head_bytes)
+    schema: pa.Schema
+    ended: bool = True
     whole: bool = True
 
 
 class ArrowShardedSource(FileSource):
-    """Rows of Arrow IPC files and streams. Options are those of FileSource."""
+    """The rows of Arrow IPC files and streams. Options are those of FileSource."""
 
     kind = "arrow"
 
@@ -49,7 +57,7 @@ class ArrowShardedSource(FileSource):
                     )
                 batches = _survey_file(opened)
             elif head.startswith(STREAM_MAGIC):
-                # one on disk costs a page a batch
+                # looking over a whole stream on disk costs only a page per batch
                 batches = _survey_stream(opened, file.head_bytes if file.remote else None)
                 if not batches.ended:
                     log.warning(
@@ -101,6 +109,7 @@ def _survey_file(opened: pa.NativeFile) -> _Batches:
 
 
 def _survey_stream(opened: pa.NativeFile, limit: int | None) -> _Batches:
+    """Counts the rows of a stream, up to byte `limit` if one is given."""
     schema = pa.ipc.open_stream(opened).schema
     opened.seek(0)
     reader = pa.ipc.open_stream(opened, options=_only(schema, []))
@@ -111,9 +120,9 @@ def _survey_stream(opened: pa.NativeFile, limit: int | None) -> _Batches:
             return _Batches(offsets_of(counts), offsets, schema, whole=False)
         try:
             counts.append(reader.read_next_batch().num_rows)
-        except StopIteration:  # the library takes the end of the file for the end mark
+        except StopIteration:  # the library stops at the end mark or at the end of the file
             opened.seek(offset)
-            # old writers leave out the first half
+            # old writers leave out the first half of the mark
             ended = opened.read(len(END_MARK)).endswith(END_MARK[4:])
             return _Batches(offsets_of(counts), offsets, schema, ended=ended)
         offsets.append(offset)
@@ -122,6 +131,7 @@ def _survey_stream(opened: pa.NativeFile, limit: int | None) -> _Batches:
 def _read(
     opened: pa.NativeFile, batches: _Batches, names: list[str], first: int, last: int
 ) -> list[pa.RecordBatch]:
+    """Returns the batches `first` to `last` with the named columns."""
     options = _only(batches.schema, names)
     if batches.offsets is None:
         reader = pa.ipc.open_file(opened, options=options)
@@ -141,8 +151,9 @@ def _read(
 
 
 def _only(schema: pa.Schema, names: list[str]) -> pa.ipc.IpcReadOptions:
-    """Options that read these columns; for none at all the cheapest one, because the library takes
-    an empty list for all.
+    """Returns options that read these columns; if there are none, the cheapest one.
+
+    The library takes an empty list for all columns.
     """
     wanted = [i for i, name in enumerate(schema.names) if name in names]
     if not wanted and len(schema):
@@ -158,6 +169,6 @@ def _only(schema: pa.Schema, names: list[str]) -> pa.ipc.IpcReadOptions:
 def _open(file: FileRef) -> pa.NativeFile:
     if file.remote:
         return pa.PythonFile(open_binary(file), mode="r")
-    # refuses a file that changed; the map below must never meet a shorter one
+    # open_local refuses a file that changed, as the map below must not meet a shorter one
     with open_local(file):
         return pa.memory_map(file.here.path, "r")

@@ -30,15 +30,14 @@ from easypipe.sources.formats.scanners import split_csv
 from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.refs import COMPRESSIONS, FileRef
 
-HEADER_BYTES = 1 << 20  # a header is looked for in so many first bytes
+HEADER_BYTES = 1 << 20  # the header must end within so many first bytes
 
 
 class CsvShardedSource(RecordSource):
-    """Records of CSV (comma) and .tsv (tab) files with a header line; every column is large_string.
-    Options are those of FileSource.
+    """The records of CSV (comma) and .tsv (tab) files with a header line; all columns are text.
 
-    Row 0 is the first record behind the header. Reasons of rejects: blank_line (benign),
-    wrong_fields, invalid_utf8.
+    Options are those of FileSource. Row 0 is the first record behind the header. Reasons of
+    rejects: blank_line (benign), wrong_fields, invalid_utf8.
     """
 
     kind = "csv"
@@ -63,7 +62,7 @@ def _parse(header: list[str], delimiter: str, piece: Records, fields: pa.Schema)
     rejects = list(left_out(np.flatnonzero(~filled) + piece.row, "blank_line", "a blank line"))
     rows = np.flatnonzero(filled)
     table, bad = block(piece, rows)
-    if table is None:  # some record is cut otherwise than the scanner cuts it: each is read alone
+    if table is None:  # pyarrow cuts some record otherwise than the scanner: each is read alone
         tables, bad = [], []
         for i in range(len(rows)):
             alone, wrong = block(piece, rows[i : i + 1])
@@ -83,8 +82,16 @@ def _parse(header: list[str], delimiter: str, piece: Records, fields: pa.Schema)
 def _block(
     header: list[str], delimiter: str, names: list[str], piece: Records, rows: np.ndarray
 ) -> tuple[pa.Table | None, list[tuple[int, str]]]:
-    """The records `rows` of a piece as a table, and (which, why) of those with a wrong number of
-    fields; None where they do not add up.
+    """Returns some records as a table, and (which, why) of those with a wrong number of fields.
+
+    The table is None if the reader found another number of records.
+
+    Args:
+        header: The names of all columns.
+        delimiter: What separates fields.
+        names: The columns to return.
+        piece: Records of the file.
+        rows: Int64[n], the numbers of the records within `piece`.
     """
     bad: list[tuple[int, str]] = []
 
@@ -104,7 +111,7 @@ def _block(
         text = piece.data[piece.starts[first] : piece.ends[last]].tobytes()
     else:
         text = b"\n".join([piece.record(int(i)) for i in rows])
-    # the reader drops a byte order mark, so it is given one: a field may begin with that character
+    # The reader drops a byte order mark: one is put in front, as a field may begin with such.
     text = BOM + text + b"\n"
     read = pc.ReadOptions(use_threads=False, block_size=len(text) + 64, column_names=header)
     parse = pc.ParseOptions(
@@ -129,7 +136,7 @@ def _block(
 def _header(
     file: FileRef, delimiter: str, split: Splitter, plain: PlainBytes
 ) -> tuple[list[str], int]:
-    """Column names, and the plain offset of the first record behind them."""
+    """Returns the column names, and the plain offset of the first record behind them."""
     head = read_head(file, HEADER_BYTES, plain)
     at = len(BOM) if head.startswith(BOM) else 0
     starts, ends = np.empty(1, np.int64), np.empty(1, np.int64)

@@ -1,9 +1,9 @@
-"""Line files read forward for streaming, without counting their rows first.
+"""ForwardSource: line files read forward for streaming, without counting their rows first.
 
 A row is known by the plain byte at which its line begins: that is its `__row_number__`, and "rows"
-a to b are the lines that begin in those bytes. So a range can be read before anything is known of
-what stands in front of it, and the law of stateless reads holds as it does for counted rows. A
-compressed file is entered at its start, or where a zstd frame or gzip member was met before.
+a to b are the lines that begin in those bytes. So a range can be read before anything is known
+about what stands in front of it, and the law of stateless reads holds as it does for counted rows.
+A compressed file is entered at its start, or where a zstd frame or gzip member was found before.
 """
 
 from __future__ import annotations
@@ -29,21 +29,25 @@ from easypipe.sources.formats.scanners import split_lines
 from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.refs import FileRef, compression_of, format_of
 
-HEAD_BYTES = 1 << 20  # of the first file, from which the columns of JSON lines follow
-BLOCK_BYTES = 1 << 20  # read at a time to find the end of the first lines
-BEHIND_BYTES = 1 << 16  # read past a range at first, for the end of its last line
+HEAD_BYTES = 1 << 20  # the columns of JSON lines follow from so many bytes of the first file
+BLOCK_BYTES = 1 << 20  # bytes that are read at a time to find where the first lines end
+BEHIND_BYTES = 1 << 16  # bytes that are first read behind a range, for the end of its last line
 PARSERS = {"json": jsonlines.parse_lines, "txt": txt.parse_lines}
 
 
 class ForwardSource(FileSource):
-    """Rows of JSON lines or plain text whose numbers are byte offsets.
-    One shard per file.
+    """Rows of JSON lines or plain text whose numbers are byte offsets, one shard per file.
 
-    A plain file's shard has as many "rows" as the file has bytes; that of a compressed one has
+    The shard of a plain file has as many "rows" as the file has bytes; that of a compressed one has
     None, and `at_end` says where it ends. Rejects and errors are those of the indexed readers, with
-    bytes in the place of rows. Other options are those of FileSource.
-    num_rows: only the first so many lines, over the files in order. Where they end is found by
-    reading them once.
+    bytes in place of rows. Other options are those of FileSource.
+
+    Args:
+        files: The files.
+        kind: "json" or "txt".
+        on_error: As in FileSource.
+        num_rows: Takes only the first so many lines, over the files in order. They are read once to
+            find where they end.
     """
 
     unit = "bytes"
@@ -85,8 +89,10 @@ class ForwardSource(FileSource):
         return Survey(num_rows=None, total_rows=None, cuts=(0,), schema=self._schema())
 
     def _schema(self) -> pa.Schema:
-        """Of JSON lines the columns of the first HEAD_BYTES of the first file that has rows there;
-        one that is null throughout them is taken for text.
+        """Returns the columns.
+
+        For JSON lines these are the columns of the first HEAD_BYTES of the first file that has rows
+        there; one that is null throughout them is taken for text.
         """
         if self.kind == "txt":
             return txt.SCHEMA
@@ -97,9 +103,9 @@ class ForwardSource(FileSource):
             return self._schemas[self.columns]
 
     def _columns_of(self, file: FileRef) -> pa.Schema | None:
-        """The columns of the first rows of a file of JSON lines; None where it begins with none."""
+        """Returns the columns of a file's first JSON lines; None if it begins with none."""
         num_bytes, head = HEAD_BYTES, read_head(file, HEAD_BYTES)
-        # the first line is longer
+        # reads on while the first line is longer
         while b"\n" not in head and len(head) == num_bytes < MAX_RECORD_BYTES:
             num_bytes *= 4
             head = read_head(file, num_bytes)
@@ -120,7 +126,7 @@ class ForwardSource(FileSource):
         )
 
     def _lines(self, file: FileRef, start: int, stop: int) -> Records | None:
-        """The lines that begin in [start, stop), whole; None where none does."""
+        """Returns the whole lines that begin in [start, stop); None if there are none."""
         begin = max(0, start - 1)  # the byte before tells whether a line begins at `start`
         behind = BEHIND_BYTES
         while True:
@@ -160,9 +166,7 @@ class ForwardSource(FileSource):
 
     @cached_property
     def _cuts(self) -> tuple[int, ...]:
-        """Of the files that hold the first `num_rows` lines: the plain byte behind the last of
-        them.
-        """
+        """For each file with some of the first `num_rows` lines, the plain byte behind the last."""
         assert self.num_rows is not None
         left, cuts = self.num_rows, []
         for file in self.files:
@@ -174,7 +178,7 @@ class ForwardSource(FileSource):
                     break
                 position, left, open_line = position + len(data), left - len(ends), data[-1] != 10
             cuts.append(position)
-            left -= open_line  # the last line of a file needs no end
+            left -= open_line  # the last line of a file needs no line break
             if not left:
                 break
         return tuple(cuts)
@@ -200,21 +204,22 @@ class ForwardSource(FileSource):
         return self
 
     def exactly(self, columns: Sequence[str]) -> ForwardSource:
-        """The same rows, in which lists and objects of `columns` are JSON text: what types those
-        that follow have is not known.
+        """Returns the same rows, in which lists and objects of `columns` are JSON text.
+
+        The types of rows that follow are not known.
         """
         twin = self.reopened()
         twin._exact, twin._schemas = columns, {}
         return twin
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """The lines that begin in plain bytes `start` to `stop`, which may lie behind the end."""
+        """Returns the lines that begin in plain bytes `start` to `stop`, which may pass the end."""
         if self.num_rows is not None:
             stop = max(start, min(stop, self._cuts[shard]))
         return super().scan(shard, start, stop)
 
     def at_end(self, shard: int, position: int) -> bool:
-        """Whether no plain byte stands at `position` or behind it."""
+        """Returns whether there is no plain byte at `position` or behind it."""
         if self.num_rows is not None:
             return position >= self._cuts[shard]
         return self._plain.ends(self.files[shard], position)
@@ -235,17 +240,23 @@ def open_forward(
     storage_options: StorageOptions = None,
     num_rows: int | None = None,
 ) -> ForwardSource | None:
-    """The files of `data_files` where they can be read forward without being counted; None for
-    formats that need their index.
+    """Returns a source that reads `data_files` forward without counting them; None if it cannot.
 
-    Those are JSON that is one array, CSV, files in folders that name values, and whatever knows its
-    rows anyway (parquet, arrow).
+    It cannot read JSON that is one array, CSV, files in folders that name values, and formats that
+    know their rows anyway (parquet, arrow).
+
+    Args:
+        data_files: Paths, globs, folders or URLs.
+        type: Their format; None goes by the extension.
+        on_error: As in FileSource.
+        storage_options: Passed to fsspec.
+        num_rows: As in ForwardSource.
     """
     files = resolve(data_files, storage_options, extensions=None if type is None else [type])
     kinds = {type or format_of(file.path) for file in files}
     if (
         len(kinds) != 1 or not kinds <= {"json", "txt"} or any(file.partitions for file in files)
-    ):  # folders that name values are columns too
+    ):  # folders that name values add columns
         return None
     kind = str(kinds.pop())
     if kind == "json" and files[0].num_bytes:
@@ -256,6 +267,7 @@ def open_forward(
 
 
 def _split(text: bytes, skip: int) -> Records:
+    """Returns the lines of a text, without its first `skip` bytes."""
     data = frozen(text[skip:] if skip else text)
     room = int(np.count_nonzero(data == 10)) + 1
     starts, ends = np.empty(room, np.int64), np.empty(room, np.int64)

@@ -1,9 +1,9 @@
 """JSON files, plain or compressed: one object a line, or one array of objects.
 
 Elements of an array are found by a scanner, and parsed as lines are, with line breaks inside them
-turned to spaces. A range is parsed by pyarrow at once. Where that refuses a block, it is halved
-until the bad lines stand alone, and these are named. Whether a row is good is decided by that row
-alone, never by its neighbours.
+turned to spaces. pyarrow parses a range at once. If it refuses a block, the block is halved until
+the bad lines stand alone, and these are named. Whether a row is good is decided by that row alone,
+never by its neighbours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from easypipe.sources.formats.scanners import (
 from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import json_array, json_text
 
-FEW = 64  # lines of a refused block that are looked at one by one
+FEW = 64  # a refused block of at most so many lines is checked line by line
 KIND_NAMES = {
     bool: "true or false",
     int: "a number",
@@ -48,17 +48,16 @@ KIND_NAMES = {
 
 
 class JsonShardedSource(RecordSource):
-    """Rows of JSON lines files and of files that are one JSON array. Options are those of
-    FileSource.
+    """The rows of JSON lines files and of files that are one JSON array.
 
-    The schema is inferred over whole files (jsontypes.py). Rows lack nothing: a key that a row does
-    not have is null. Reasons of rejects: blank_line (benign), unparsable, not_an_object,
-    not_a_string, wrong_type, invalid_utf8.
+    Options are those of FileSource. The schema is inferred over whole files (jsontypes.py). A key
+    that a row does not have is null. Reasons of rejects: blank_line (benign), unparsable,
+    not_an_object, not_a_string, wrong_type, invalid_utf8.
     """
 
     kind = "json"
 
-    _exact: Sequence[str] = ()  # as in Source.exactly
+    _exact: Sequence[str] = ()  # the columns of Source.exactly
 
     def _lay_out(self, file: FileRef) -> Layout:
         head = read_head(file, 1 << 16, self._plain)
@@ -87,7 +86,13 @@ class JsonShardedSource(RecordSource):
 
 
 def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> Rows:
-    """lines_already: between the records stands nothing but line breaks."""
+    """Returns the rows of some records, and the rejects among them.
+
+    Args:
+        piece: The records.
+        fields: The columns to return.
+        lines_already: Whether only line breaks stand between the records.
+    """
     count = len(piece.starts)
     flags = np.empty(count, np.uint8)
     all_good = flag_objects(piece.data, piece.starts, piece.ends, flags) == count
@@ -119,15 +124,16 @@ parse_lines = partial(parse, lines_already=True)
 def _with_json(
     table: pa.Table, bad: list[tuple[int, str]], lines: list[bytes], fields: pa.Schema
 ) -> tuple[pa.Table, list[tuple[int, str]]]:
-    """The good rows with the columns that are kept as JSON. A row has its own keys in its own order
-    there, and the nulls it was given.
+    """Returns the good rows with the columns that are JSON, and (line, why) of bad ones.
+
+    There a row has its own keys in its own order, and the nulls it was given.
     """
     names = [field.name for field in fields if is_json(field.type)]
     why, typed = dict(bad), len(names) < len(fields)
     texts: list[list[str | None]] = [[] for _ in names]
-    kept: list[int] = []  # of the rows of `table`
+    kept: list[int] = []  # rows of `table`
     at = -1
-    # these columns are objects of any shape: Arrow has no kernel that cuts them out
+    # row by row: these columns are objects of any shape, which no kernel of Arrow cuts out
     for i, line in enumerate(lines):
         if i in why:
             continue
@@ -135,7 +141,7 @@ def _with_json(
         try:
             row = json.loads(line)
             found = [None if row.get(name) is None else json_text(row[name]) for name in names]
-        # AttributeError: the line is no object
+        # AttributeError: the line is not an object
         except (ValueError, RecursionError, AttributeError) as error:
             why[i] = str(error)
             continue
@@ -160,7 +166,7 @@ class _Lines:
     schema: pa.Schema
 
     def parse(self, first: int, last: int) -> tuple[pa.Table, list[tuple[int, str]]]:
-        """Rows of the lines that parse alone, and (line, why) of those that do not."""
+        """Returns the rows of the lines that parse, and (line, why) of those that do not."""
         tables: list[pa.Table] = []
         bad: list[tuple[int, str]] = []
         pending = [(first, last)]
@@ -174,7 +180,7 @@ class _Lines:
             elif b - a == 1:
                 bad.append((a, result))
             elif b - a <= FEW and (wrong := [i for i in range(a, b) if self._is_wrong(i)]):
-                bad += [(i, result) for i in wrong]  # sooner said than by halving down to each
+                bad += [(i, result) for i in wrong]  # quicker than halving down to each
                 edges = [a, *(edge for i in wrong for edge in (i, i + 1)), b]
                 pending += list(zip(edges[::2], edges[1::2], strict=True))[::-1]
             else:
@@ -183,16 +189,17 @@ class _Lines:
         return pa.concat_tables(tables) if tables else self.schema.empty_table(), bad
 
     def _is_wrong(self, line: int) -> bool:
-        """Whether a value is of another kind than its column, which pyarrow refuses."""
+        """Returns whether a value is of another kind than its column, which pyarrow refuses."""
         try:
             row = json.loads(
                 bytes(self.text[int(self.borders[line]) : int(self.borders[line + 1])])
             )
             return misfit(row, self.schema) is not None
         except (ValueError, RecursionError, AttributeError):
-            return False  # for pyarrow to say
+            return False  # pyarrow reports such lines
 
     def _block(self, a: int, b: int) -> pa.Table | str:
+        """Returns the table of lines `a` to `b`, or why pyarrow refuses them."""
         text = self.text[int(self.borders[a]) : int(self.borders[b])]
         read = pj.ReadOptions(use_threads=False, block_size=len(text) + 64)
         options = pj.ParseOptions(
@@ -210,14 +217,14 @@ class _Lines:
 
 
 def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Reject:
-    """Why one record is no row, in words for people."""
+    """Returns the reject that says in plain words why one record is no row."""
 
     def reject(reason: str, detail: str) -> Reject:
         # a file may have millions of rows with the same fault
         return Reject(row=row, reason=reason, detail=sys.intern(detail))
 
     try:
-        value = json.loads(record.decode())  # of bytes it would take other encodings too
+        value = json.loads(record.decode())  # given bytes, it would accept other encodings too
     except UnicodeDecodeError as problem:
         return reject("invalid_utf8", f"not UTF-8 at byte {problem.start} of the line")
     except json.JSONDecodeError as problem:
@@ -226,9 +233,9 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
             if record.strip() in (b"{", b"}")
             else ""
         )
-        said = problem.msg.removesuffix(" starting at")  # of a text that does not end
+        said = problem.msg.removesuffix(" starting at")  # the message about an unterminated string
         return reject("unparsable", f"not JSON: {said} at character {problem.colno}{hint}")
-    except ValueError as problem:  # int() of thousands of digits
+    except ValueError as problem:  # int() refuses thousands of digits
         return reject("unparsable", f"a number too long: {problem}")
     except RecursionError:
         return reject("unparsable", "nested too deeply")
@@ -246,8 +253,9 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
 
 
 def misfit(row: Record, fields: pa.Schema) -> pa.Field | None:
-    """The first column whose value is of another outer kind than its type, if there is one; what
-    lies inside is for pyarrow to say.
+    """Returns the first column whose value has another outer kind than its type, if any.
+
+    What lies inside of lists and objects is left to pyarrow.
     """
     for field in fields:
         value = row.get(field.name)
@@ -272,8 +280,9 @@ def _kind_name(kind: pa.DataType) -> str:
 
 
 def _parse_schema(fields: pa.Schema) -> pa.Schema:
-    """What the JSON reader is asked for: it knows no large_list, and gives invalid arrays for lists
-    of nulls (pyarrow 26).
+    """Returns the types that pyarrow's JSON reader is asked for.
+
+    It knows no large_list, and gives invalid arrays for lists of nulls (pyarrow 26).
     """
 
     def small(kind: pa.DataType) -> pa.DataType:

@@ -1,10 +1,9 @@
 """Column types of JSON rows: one schema for a whole file, from a scan of its keys and values.
 
-Rules: null gives way to any type; numbers are int64, float64 where one of them is not an integer or
-does not fit. Where a column holds several kinds, it has that of lists or objects where these came
-first, else the type of strings if there are any, else of the kind that came first; rows of another
-kind are bad rows. Where the insides of its lists or objects have no common type, it is kept as
-JSON.
+Null gives way to any type. Numbers are int64, or float64 if one of them is not an integer or does
+not fit. A column of several kinds has the type of lists or objects if these came first, else that
+of strings if there are any, else that of the kind that came first; rows of another kind are bad
+rows. If the insides of its lists or objects have no common type, the column is kept as JSON.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from easypipe.sources.formats.scanners import (
 )
 from easypipe.sources.schemas import JSON, TypeConflict, merge_types, plain_type
 
-# What the top-level keys of JSON objects hold, found by scanning bytes (numba, without the GIL):
-# names and kinds of values.
+# Kernels that scan bytes for the top-level keys of JSON objects, and the kinds of their values.
 
 
 # ruff: noqa: SIM110 - kernels spell out what numba compiles best
@@ -53,16 +51,25 @@ _QUOTE = 34
 
 
 class Keys(NamedTuple):
-    """What the top-level keys of objects hold, filled by observe_keys; keys are numbered in order
-    of first appearance.
+    """What the top-level keys of objects hold, filled by observe_keys.
+
+    Keys are numbered in order of first appearance.
+
+    Attributes:
+        counts: Int64[3]: keys, bytes of `text`, whether keys were left out for lack of room.
+        table: A hash table of key numbers; -1 is free.
+        spans: Key k is text[spans[k] : spans[k + 1]].
+        text: The raw bytes of keys, as between their quotes.
+        kinds: Of each key, all kinds of values seen.
+        first: Of each key, the first kind seen that is not NULL.
     """
 
-    counts: Int64  # keys, bytes of `text`, whether keys were left out for want of room
-    table: Int32  # hash table of key numbers, -1 where free
-    spans: Int32  # key k is text[spans[k] : spans[k + 1]]
-    text: UInt8  # raw bytes of keys, as between their quotes
-    kinds: UInt8  # all kinds of values seen
-    first: UInt8  # the first kind seen that is not NULL
+    counts: Int64
+    table: Int32
+    spans: Int32
+    text: UInt8
+    kinds: UInt8
+    first: UInt8
 
 
 def new_keys() -> Keys:
@@ -78,8 +85,7 @@ def new_keys() -> Keys:
 
 @jit
 def observe_keys(data, starts, ends, flags, keys):
-    """Adds what the top-level keys of GOOD records hold to Keys; flags records ODD whose structure
-    is wrong.
+    """Adds what the top-level keys of GOOD records hold to Keys, and flags all records.
 
     Keys beyond MAX_KEYS set counts[2] and are not recorded.
     """
@@ -136,7 +142,7 @@ def observe_keys(data, starts, ends, flags, keys):
 
 @jit
 def _value(data, words, i, end):
-    """The kind of the value at `i`, and where it ends; -1 where there is none."""
+    """Returns the kind of the value at `i`, and where it ends; -1 if there is none."""
     if i >= end:
         return 0, -1
     c = data[i]
@@ -149,7 +155,7 @@ def _value(data, words, i, end):
 
 @jit
 def _scalar(data, i, end):
-    """Kind of a literal or number, and where it ends; -1 where it is neither."""
+    """Returns the kind of a literal or number, and where it ends; -1 if it is neither."""
     c = data[i]
     most = np.uint64(9223372036854775807)
     if c == 116 or c == 102 or c == 110:  # t f n
@@ -187,8 +193,9 @@ def _scalar(data, i, end):
 
 @jit
 def _slot(data, key, key_end, guess, keys):
-    """Number of a key, in order of first appearance; -1 where the table is full. Lines mostly
-    repeat their keys: `guess` is tried first.
+    """Returns the number of a key, in order of first appearance; -1 if the table is full.
+
+    Lines mostly repeat their keys, so `guess` is tried first.
     """
     counts, table, spans, text = keys.counts, keys.table, keys.spans, keys.text
     length = key_end - key
@@ -226,20 +233,23 @@ def _same(data, key, length, slot, spans, text):
     return True
 
 
-# a value of an object, but for the commonest of messages
+# a null that is a value of an object; two keys that are often null in messages are left out
 _NULL = re.compile(rb'(?<!"role")(?<!"content")\s*:\s*null\b')
 
 
 class Observer:
-    """Collects column types from records shown in order. columns: those whose insides matter, None
-    for all.
+    """Collects column types from records that are shown in order.
+
+    Args:
+        path: The file, for errors.
+        columns: The columns whose insides matter; None stands for all.
     """
 
     def __init__(self, path: str, columns: tuple[str, ...] | None) -> None:
         self._path = path
         self._columns = columns
         self._keys = new_keys()
-        # so that they are found even where a file has more keys than the table holds
+        # entered first, so that they are found even if a file has more keys than the table holds
         if columns is not None:
             for name in columns:
                 row = json.dumps({name: None}, ensure_ascii=False).encode()
@@ -263,24 +273,27 @@ class Observer:
                 self._look_for_nulls(out[:size].tobytes(), wanted)
                 for name, kind in nested_types(out[:size].tobytes(), wanted).items():
                     if not pa.types.is_nested(kind) and not is_json(kind):
-                        continue  # these records hold another kind than others of the file
+                        continue  # here the column holds another kind than elsewhere in the file
                     before = self._nested.get(name)
                     self._nested[name] = kind if before is None else merge_json(before, kind)
 
     def _look_for_nulls(self, lines: bytes, names: list[str]) -> None:
-        """Nulls that stand in the file: an Arrow struct cannot tell them from keys that other rows
-        have.
+        """Notes the columns with nulls in their objects.
+
+        An Arrow struct cannot tell such a null from a key that only other rows have.
         """
         names = [name for name in names if name not in self._nulls]
-        # the plain word first: most files hold none, and the pattern looks at every byte
+        # the word is searched first: most files hold none, and the pattern looks at every byte
         if not names or b"null" not in lines or not _NULL.search(lines):
             return
         for row in _objects(line for line in io.BytesIO(lines) if _NULL.search(line)):
             self._nulls |= {name for name in names if _has_null(row.get(name))}
 
     def facts(self) -> JsonObject:
-        """The types found, as JSON. Raises SourceError where there are more columns than can be
-        told apart.
+        """Returns the types that were found, as JSON.
+
+        Raises:
+            SchemaError: There are more columns than the table holds, and all are to be read.
         """
         if self._keys.counts[2] and self._columns is None:
             raise SchemaError(
@@ -303,8 +316,9 @@ class Observer:
         return flags
 
     def _columns_seen(self) -> list[tuple[str, int, int]]:
-        """(name, all kinds, first kind) of every column; keys that differ only in their escapes are
-        one column.
+        """Returns (name, all kinds, first kind) of every column.
+
+        Keys that differ only in their escapes are one column.
         """
         found: dict[str, tuple[int, int]] = {}
         keys = self._keys
@@ -313,7 +327,7 @@ class Observer:
             try:
                 name = json.loads(b'"' + raw + b'"')
                 name.encode()
-            # bad escapes or no UTF-8: the rows that hold it are refused when they are read
+            # bad escapes or bytes that are not UTF-8: reading rejects the rows that hold it
             except ValueError:
                 continue
             every, first = int(keys.kinds[slot]), int(keys.first[slot])
@@ -325,11 +339,13 @@ class Observer:
 
 
 def schema_of(facts: JsonObject, exact: Sequence[str] = (), *, known: bool = True) -> pa.Schema:
-    """The schema that an Observer's facts tell.
+    """Returns the schema that an Observer's facts tell.
 
-    exact: columns that are kept as JSON where an Arrow type would lose nulls. known: whether the
-    facts are of all rows; lists and objects of `exact` columns are JSON where they are not, as
-    nothing is known of those that follow.
+    Args:
+        facts: What `Observer.facts` returned.
+        exact: Columns that are kept as JSON if an Arrow type would lose nulls.
+        known: Whether the facts cover all rows. If not, lists and objects of `exact` columns are
+            JSON, as nothing is known about rows that follow.
     """
     nested = schema_of_text(facts["nested"])
     fields = []
@@ -349,7 +365,7 @@ def schema_of(facts: JsonObject, exact: Sequence[str] = (), *, known: bool = Tru
 
 
 def _has_null(value: Any, outermost: bool = True) -> bool:
-    """Whether a null stands in an object, other than the role or content of a message."""
+    """Returns whether an object holds a null, but for the role or content of a message."""
     if isinstance(value, dict):
         own = any(
             item is None and not (outermost and key in ("role", "content"))
@@ -360,9 +376,7 @@ def _has_null(value: Any, outermost: bool = True) -> bool:
 
 
 def nested_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
-    """Types of these columns in JSON lines. Lines that do not parse say nothing; they are refused
-    when they are read.
-    """
+    """Returns the types of these columns in JSON lines; lines that do not parse are passed over."""
     try:
         options = pj.ReadOptions(use_threads=False, block_size=len(lines) + 64)
         table = pj.read_json(pa.BufferReader(lines), read_options=options)
@@ -376,9 +390,7 @@ def nested_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
 
 
 def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
-    """Row by row, because a block in which types clash, or one line is broken, gives no types at
-    all.
-    """
+    """Finds the types row by row, for a block in which types clash or a line is broken."""
     found: dict[str, pa.DataType] = {}
     for row in _objects(io.BytesIO(lines)):
         for name in names:
@@ -392,7 +404,7 @@ def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
 
 
 def _objects(lines: Iterable[bytes]) -> Iterator[JsonObject]:
-    """The objects of JSON lines; lines that do not parse are refused when they are read."""
+    """Yields the objects of JSON lines, without lines that do not parse (reading rejects them)."""
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(row := json.loads(line), dict):
@@ -400,9 +412,11 @@ def _objects(lines: Iterable[bytes]) -> Iterator[JsonObject]:
 
 
 def merge_json(first: pa.DataType, second: pa.DataType) -> pa.DataType:
-    """The type of a nested column of both; JSON where no type holds both within. Lists and objects
-    in one place are one of these, too; but of the column itself the kind that came first stays, and
-    rows of the other are bad rows."""
+    """Returns the type of a nested column of both; JSON if no type holds both within.
+
+    Lists and objects in one place within it are such a conflict, too. But if the column itself has
+    both, the kind that came first stays, and rows of the other kind are bad rows.
+    """
     t = pa.types
     if is_json(first) or is_json(second):
         return JSON
@@ -415,8 +429,10 @@ def merge_json(first: pa.DataType, second: pa.DataType) -> pa.DataType:
 
 
 def _without_times(kind: pa.DataType) -> pa.DataType:
-    """Plain types; the JSON reader takes strings that look like times for times, which would hang
-    on the rows at hand.
+    """Returns a plain type in which times are texts.
+
+    The JSON reader takes strings that look like times for times, so the type would depend on the
+    rows at hand.
     """
     t = pa.types
     times = lambda one: t.is_timestamp(one) or t.is_time(one) or t.is_date(one)  # noqa: E731
@@ -440,7 +456,7 @@ def _type_of(value: Any) -> pa.DataType:
 
 
 def _merged(kinds: Iterable[pa.DataType]) -> pa.DataType:
-    """Raises TypeConflict."""
+    """Returns the common type; raises TypeConflict if there is none."""
     result = pa.null()
     for kind in kinds:
         result = merge_types(result, kind)

@@ -1,4 +1,4 @@
-"""MDS shards of MosaicML streaming, plain or compressed, checked against the index.json beside.
+"""MDS shards of MosaicML streaming, plain or compressed, checked against their index.json.
 
 A shard, little-endian: uint32 rows; uint32[rows + 1] bytes at which rows begin, and the last ends;
 JSON that names the columns, their encodings and sizes; the rows. A row: uint32 for the size of each
@@ -38,7 +38,7 @@ from easypipe.sources.refs import FileRef, compression_of, format_of
 
 INDEX = "index.json"
 COPY = "Copy or write the folder again."
-HASH_BYTES = 8 << 20  # hashed at a time
+HASH_BYTES = 8 << 20  # bytes that are hashed at a time
 HASHES = {name: partial(hashlib.new, name) for name in ("md5", "sha1", "sha256", "sha512")}
 HASHES |= {f"xxh{n}": hashed for n, hashed in ((32, xxhash.xxh32), (64, xxhash.xxh64))}
 SCALARS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -48,17 +48,20 @@ KINDS |= {"str_int": INTEGER, "str_float": FLOAT}
 
 
 class _Shard(NamedTuple):
-    offsets: Int64  # [rows + 1]
+    """The header of a shard."""
+
+    offsets: Int64  # [rows + 1], the byte at which each row begins
     names: list[str]
     sizes: list[int | None]
     kinds: dict[str, Kind]
 
 
 class MdsShardedSource(FileSource):
-    """Rows of MDS shards. Options are those of FileSource.
+    """The rows of MDS shards. Options are those of FileSource.
 
-    Of a folder, every shard that its index.json names must be there. A shard that lies there plain
-    and compressed is read once. Reasons of rejects: unparsable (JSON), invalid_utf8.
+    If a folder is given, every shard that its index.json names must be there. A shard that lies
+    there both plain and compressed is read once. Reasons of rejects: unparsable (JSON),
+    invalid_utf8.
     """
 
     kind = "mds"
@@ -70,7 +73,7 @@ class MdsShardedSource(FileSource):
         self.files = tuple(f for f in self.files if _stem(f.path) not in plain)
         given = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
         if all(isinstance(one, FileRef) or format_of(str(one)) == "mds" for one in given):
-            return  # some shards, by their names
+            return  # shards that were named one by one need not be all of the index
         have = {_stem(file.address) or file.address for file in self.files}
         for file in self.files:
             folder = file.address.rpartition("/")[0]
@@ -147,16 +150,17 @@ class MdsShardedSource(FileSource):
 
 
 def _uint32(data: bytes) -> Array:
-    """As many numbers as are there."""
+    """Returns as many numbers as there are."""
     return np.frombuffer(data, "<u4", len(data) // 4)
 
 
 def _stem(path: str) -> str | None:
-    """The name without the ending of its compression."""
+    """Returns the path without the ending of its compression; None if it is not compressed."""
     return path.rpartition(".")[0] if compression_of(path) else None
 
 
 def _kind(encoding: str) -> Kind | None:
+    """Returns the kind of an encoding; None if it is not read."""
     name, *more = encoding.split(":")
     name = "int64" if encoding == "int" else name
     if name in SCALARS:
@@ -169,7 +173,7 @@ def _kind(encoding: str) -> Kind | None:
 
 
 def _array(dtype: DType, data: bytes, *, fixed: bool) -> Array:
-    """A one-dimensional array, in front of which stand its dimensions and shape, unless fixed."""
+    """Returns a one-dimensional array; unless `fixed`, its dimensions and shape come first."""
     if not fixed:
         if data[0] >> 2 != 1:
             raise ValueError(f"an array of {data[0] >> 2} dimensions")
@@ -178,7 +182,7 @@ def _array(dtype: DType, data: bytes, *, fixed: bool) -> Array:
 
 
 class _Indexes:
-    """The indexes of the folders of one source, each read once. Thread safe."""
+    """The index.json of each folder of one source, each read once. It is thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -186,8 +190,9 @@ class _Indexes:
         self._hashed: set[str] = set()
 
     def of(self, file: FileRef) -> dict[str, Json] | None:
-        """What the index beside a shard says of each file: name -> {samples, bytes, hashes}; None
-        where there is no index.
+        """Returns what the index beside a shard says about each file (samples, bytes, hashes).
+
+        It is None if there is no index.
         """
         folder = file.address.rpartition("/")[0]
         with self._lock:
@@ -196,14 +201,15 @@ class _Indexes:
             return self._folders[folder]
 
     def check(self, file: FileRef, rows: int) -> None:
-        """Raises SourceError where the index has another size or number of rows."""
+        """Raises SourceError if the index has another size or number of rows."""
         facts = self._facts(file)
         _agree(file, "bytes", file.num_bytes, facts.get("bytes"))
         _agree(file, "rows", rows, facts.get("samples"))
 
     def check_hashes(self, file: FileRef) -> None:
-        """Raises SourceError where the file has another hash. It is read once in a process; writers
-        leave hashes out unless they are asked for them.
+        """Raises SourceError if the file has another hash; each file is read once in a process.
+
+        Writers leave hashes out unless they are asked for them.
         """
         told: dict[str, str] = dict(self._facts(file).get("hashes") or {})
         with self._lock:
@@ -219,6 +225,7 @@ class _Indexes:
             self._hashed.add(file.path)
 
     def _facts(self, file: FileRef) -> Json:
+        """Returns what the index says about a file; {} if there is no index."""
         index = self.of(file)
         name = file.address.rpartition("/")[2]
         if index is not None and name not in index:
@@ -228,12 +235,14 @@ class _Indexes:
 
 
 def _agree(file: FileRef, what: str, here: int | str, said: int | str | None) -> None:
+    """Raises SourceError if the index says something else."""
     if said not in (None, here):
         problem = f"{what}: {here}, {INDEX} says {said}"
         raise file.error(problem, COPY)
 
 
 def _index(folder: str, file: FileRef) -> dict[str, Json] | None:
+    """Returns the entries of a folder's index by file name; None if there is no index."""
     try:
         [found] = resolve(f"{folder}/{INDEX}", file.storage_options)
     except MissingFileError:

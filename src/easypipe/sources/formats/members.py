@@ -1,4 +1,4 @@
-"""Rows whose columns are byte strings of a kind each: what MDS shards and WebDatasets share."""
+"""Columns made of byte strings by kind (text, integer, JSON, ...), for MDS and WebDataset."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from easypipe.sources.refs import FileRef, changed
 from easypipe.sources.schemas import JSON, json_array
 
 CUT_BYTES = 1 << 20  # cuts of a shard are at least so many plain bytes apart
-WINDOW_BYTES = 4 << 20  # read at a time
+WINDOW_BYTES = 4 << 20  # plain bytes that are read at a time
 
 
 Value = str | np.generic | Array
@@ -27,8 +27,12 @@ Value = str | np.generic | Array
 
 @dataclass(frozen=True)
 class Kind:
-    """What a byte string holds. decode: raises ValueError, IndexError or OverflowError where it
-    holds something else; None: it is text or bytes as it stands.
+    """What a byte string holds.
+
+    Args:
+        type: The Arrow type of the column.
+        decode: Returns the value; raises ValueError, IndexError or OverflowError if the bytes hold
+            something else. None: the bytes are text or bytes as they are.
     """
 
     type: pa.DataType
@@ -48,14 +52,16 @@ JSON_TEXT = Kind(JSON, _checked_json)
 
 
 def cuts_of(ends: Int64) -> tuple[int, ...]:
-    """Rows at which to cut a shard whose rows end at these plain bytes."""
+    """Returns the rows at which to cut a shard whose rows end at these plain bytes."""
     windows = np.append(0, ends[:-1]) // CUT_BYTES
     return (0, *(np.flatnonzero(np.diff(windows)) + 1).tolist())
 
 
 def spans(plain: PlainBytes, file: FileRef, begins: Int64, ends: Int64) -> Iterator[bytes]:
-    """The plain bytes of each span; the spans ascend. Raises SourceError where the file is
-    shorter.
+    """Yields the plain bytes of each span; the spans ascend.
+
+    Raises:
+        SourceError: The file is shorter.
     """
     data, at = b"", 0
     for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
@@ -70,7 +76,13 @@ def spans(plain: PlainBytes, file: FileRef, begins: Int64, ends: Int64) -> Itera
 def rows_of(
     columns: Mapping[str, tuple[Kind, Sequence[bytes | None]]], start: int, stop: int
 ) -> Rows:
-    """Rows `start` to `stop`, without those in which a value is not what its column holds."""
+    """Returns rows `start` to `stop`; rows with a value that its column cannot hold are rejects.
+
+    Args:
+        columns: The kind and the byte strings (None: null) of each column.
+        start: The first row.
+        stop: The row behind the last one.
+    """
     arrays: dict[str, pa.Array] = {}
     bad: dict[int, Reject] = {}
     for name, (kind, values) in columns.items():
@@ -98,7 +110,7 @@ def rows_of(
 
 
 def unread(file: FileRef, column: str, kind: str) -> SchemaError:
-    """A column that is not read; where it is not asked for, it does no harm."""
+    """Returns the error for a column that cannot be read, to be raised if it is asked for."""
     return SchemaError(
         at=place(file.path, column=column),
         problem=f"{kind} is not read"

@@ -1,8 +1,8 @@
 """Parquet files, read by row group.
 
 A range that covers a row group decodes it. One that covers a part of it keeps a place there for its
-neighbours: the decoded group where it is small, else as far as reading came, so that memory is
-bounded however large row groups are.
+neighbours: the decoded group if it is small, else as far as reading came, so that memory is bounded
+however large row groups are.
 """
 
 from __future__ import annotations
@@ -25,25 +25,33 @@ from easypipe.sources.files import DataFiles, library_errors, open_binary, read_
 from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import plain_schema
 
-# a group up to this size (decoded, columns that are read) is decoded whole
+# a group up to this size (decoded bytes of the columns that are read) is decoded whole
 SMALL_GROUP_BYTES = 32 << 20
-STREAMED_BYTES = 4 << 20  # of a large group, decoded at a time
-KEPT_PLACES = 4  # per file
+STREAMED_BYTES = 4 << 20  # bytes of a large group that are decoded at a time
+KEPT_PLACES = 4  # how many places are kept per file
 CUT_BYTES = 16 << 20  # a large group has cuts about this far apart
-JUMP_BYTES = 1 << 16  # of a remote file, read at a time: the library asks for whole column chunks
+JUMP_BYTES = 1 << 16  # least bytes of a remote read; the library asks for whole column chunks
 MAGIC = b"PAR1"
 
 
 @dataclass(frozen=True)
 class _Groups:
+    """The footer of a file, and the first row of each of its groups."""
+
     metadata: pq.FileMetaData
     first_row: Int64  # Int64[groups + 1]
 
 
 @dataclass
 class _Place:
-    """A place in a row group, from which reading can go on: `held` begins at row `position` of
-    it, `batches` come behind.
+    """A place in a row group, from which reading can go on.
+
+    Attributes:
+        group: The number of the group.
+        columns: The columns that are read.
+        position: The row of the group at which `held` begins.
+        held: Rows that are decoded.
+        batches: The batches behind them.
     """
 
     group: int
@@ -54,7 +62,7 @@ class _Place:
 
 
 class ParquetShardedSource(FileSource):
-    """Rows of parquet files. Options are those of FileSource."""
+    """The rows of parquet files. Options are those of FileSource."""
 
     kind = "parquet"
 
@@ -92,7 +100,7 @@ class ParquetShardedSource(FileSource):
         groups: _Groups = survey.detail
         columns = tuple(fields.names)
         parts: list[pa.Table] = []
-        whole: list[int] = []  # groups side by side that are read from end to end
+        whole: list[int] = []  # consecutive groups that are read from end to end
         group = int(np.searchsorted(groups.first_row, start, side="right")) - 1
         while group < groups.metadata.num_row_groups and groups.first_row[group] < stop:
             first, count = (
@@ -113,7 +121,7 @@ class ParquetShardedSource(FileSource):
     def _part(
         self, file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int, a: int, b: int
     ) -> pa.Table:
-        """Rows `a` to `b` of a group."""
+        """Returns rows `a` to `b` of a group, read from the nearest kept place before them."""
         with self._reading:
             lock, places = self._places.setdefault(file.path, (threading.Lock(), []))
         with lock, _library_errors(file, group):
@@ -138,7 +146,7 @@ class ParquetShardedSource(FileSource):
                     break
                 place.position = end
                 place.held = pa.Table.from_batches([next(place.batches)])
-            if not _is_small(groups, group, columns):  # else its neighbours are there already
+            if not _is_small(groups, group, columns):  # a small group stays decoded as a whole
                 place.held = place.held.slice(b - place.position)
                 place.position = b
             places.append(place)
@@ -147,6 +155,7 @@ class ParquetShardedSource(FileSource):
 
 
 def _decode(file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]) -> pa.Table:
+    """Returns the decoded columns of some groups."""
     with open_binary(file, JUMP_BYTES) as opened:
         parquet = pq.ParquetFile(opened, metadata=groups.metadata, pre_buffer=True)
         return parquet.read_row_groups(run, columns=list(columns), use_threads=len(columns) > 1)
@@ -155,11 +164,12 @@ def _decode(file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[
 def _whole(
     file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]
 ) -> list[pa.Table]:
-    """Groups side by side from end to end; decoded into one array where they can be, so that
-    nothing is copied together afterwards.
+    """Returns consecutive groups from end to end.
+
+    They are decoded into one array if possible, so that nothing is copied together afterwards.
     """
     if len(run) > 1 and not file.remote:
-        # read one by one, the damaged one is named
+        # on failure they are read one by one below, so that the damaged one is named
         with contextlib.suppress(pa.ArrowException, OSError):
             return [_decode(file, groups, columns, run)]
     tables: list[pa.Table] = []
@@ -170,7 +180,7 @@ def _whole(
 
 
 def _open_place(file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int) -> _Place:
-    """The beginning of a group; a small one is decoded as a whole."""
+    """Returns a place at the beginning of a group; a small group is decoded as a whole."""
     if _is_small(groups, group, columns):
         return _Place(group, columns, 0, _decode(file, groups, columns, [group]), iter(()))
     parquet = pq.ParquetFile(
@@ -200,7 +210,7 @@ def _is_small(groups: _Groups, group: int, columns: tuple[str, ...]) -> bool:
 
 
 def _group_bytes(metadata: pq.FileMetaData, group: int, columns: tuple[str, ...] | None) -> int:
-    """Decoded bytes of the columns that are read."""
+    """Returns the decoded bytes of the columns that are read; None stands for all columns."""
     info = metadata.row_group(group)
     chunks = [info.column(i) for i in range(info.num_columns)]
     return sum(

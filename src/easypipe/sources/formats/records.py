@@ -1,8 +1,8 @@
-"""Text files as sequences of records (lines, array elements, CSV records), and ranges of them.
+"""Text files as sequences of records (lines, array elements, CSV records): their index, and ranges.
 
 The index has an entry (row, plain offset) every 1,024 records or 1 MiB, whichever comes first, so
-that finding a row costs at most that much reading. It is kept beside other indexes as
-`<identity>.index.json` where an index_dir is given, and made again when the file changed.
+that finding a row costs at most that much reading. If there is an index_dir it is kept there as
+`<identity>.index.json`, and made again when the file changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENTRY_ROWS = 1024
 ENTRY_BYTES = 1 << 20
 CUT_BYTES = 1 << 20  # cuts of a shard are at least so many plain bytes apart
 CHUNK_BYTES = 4 << 20
-PIECE_BYTES = 32 << 20  # a range is read in pieces of about this size
+PIECE_BYTES = 32 << 20  # a range is read in pieces of about so many plain bytes
 BATCH_RECORDS = 1 << 14
 MAX_RECORD_BYTES = 1 << 30
 BOM = b"\xef\xbb\xbf"
@@ -45,11 +45,17 @@ Splitter = Callable[[UInt8, bool, Int64, Int64], tuple[int, int, int]]
 class Layout:
     """How records lie in one file, and what they are.
 
-    key: what the index depends on, beside the file. start: plain offset of the first record. lead:
-    bytes of separator that `starts` includes. closes: the file says where records end. lines:
-    record r is line r + 1. trims: white space around a record is none of it. schema: the columns,
-    as the index's facts tell them. parse: the good rows of some records, their numbers, and the
-    rejects in order.
+    Args:
+        key: What the index depends on, beside the file.
+        split: Finds the records in a stretch of bytes.
+        start: The plain offset of the first record.
+        schema: Returns the columns, from the index's facts.
+        parse: Returns the good rows of some records, their numbers, and the rejects in order.
+        observer: Makes the object that is shown every record while the index is made; None: none.
+        lead: The bytes of separator that `starts` includes.
+        closes: Whether the file marks the end of its records.
+        lines: Whether record r is line r + 1.
+        trims: Whether white space around a record is no part of it.
     """
 
     key: Any
@@ -66,11 +72,16 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordIndex:
-    """Row `rows[k]` begins at plain offset `offsets[k]`; rows[0] is 0. Records end at `stop`.
-    `facts` are the format's own, as JSON.
+    """Where records are: row `rows[k]` begins at plain offset `offsets[k]`.
 
-    total_rows: of the whole file, where `num_rows` are those of its head (FileRef.head_bytes); None
-    where nobody has counted them.
+    Args:
+        num_rows: The records; only those of the head, if a head was read (FileRef.head_bytes).
+        total_rows: The records of the whole file; None if they were not counted.
+        rows: Int64[entries], ascending; rows[0] is 0.
+        offsets: Int64[entries].
+        stop: The plain offset at which the records end.
+        restarts: Where decompression may begin.
+        facts: What the format's observer found, as JSON.
     """
 
     num_rows: int
@@ -82,7 +93,7 @@ class RecordIndex:
     facts: JsonObject
 
     def cuts(self) -> tuple[int, ...]:
-        """Rows with entries, at least CUT_BYTES apart."""
+        """Returns the rows with entries that are at least CUT_BYTES apart."""
         kept, last = [0], int(self.offsets[0])
         for row, offset in zip(self.rows.tolist(), self.offsets.tolist(), strict=True):
             if offset - last >= CUT_BYTES:
@@ -91,7 +102,7 @@ class RecordIndex:
         return tuple(kept)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The range in pieces of about PIECE_BYTES, cut where the index has entries."""
+        """Yields the range in pieces of about PIECE_BYTES, cut where the index has entries."""
         while start < stop:
             here = int(np.searchsorted(self.rows, start, side="right")) - 1
             there = max(
@@ -104,7 +115,7 @@ class RecordIndex:
             start = end
 
     def span(self, start: int, stop: int) -> tuple[int, int, int]:
-        """The row at which to begin, its offset, and the offset at which to end."""
+        """Returns the row at which to begin reading, its offset, and the offset at which to end."""
         here = int(np.searchsorted(self.rows, start, side="right")) - 1
         there = int(np.searchsorted(self.rows, stop, side="left"))
         end = int(self.offsets[there]) if there < len(self.offsets) else self.stop
@@ -112,8 +123,9 @@ class RecordIndex:
 
 
 class Records(NamedTuple):
-    """Records [row, row + len(starts)) of a file: record i is data[starts[i]:ends[i]], and data[0]
-    has plain offset `offset`.
+    """Records [row, row + len(starts)) of a file.
+
+    Record i is data[starts[i]:ends[i]], and data[0] has plain offset `offset`.
     """
 
     data: UInt8
@@ -128,13 +140,13 @@ class Records(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What surveying a file told of it, for whoever reads it."""
+    """What the survey of a file found, for reading its rows."""
 
     layout: Layout
     index: RecordIndex
 
 
-# (problem, fix) of the statuses behind which no record can follow; {}: the plain byte
+# (problem, fix) by status, for those after which no record can follow; {} is the plain byte
 BREAKS = {
     BROKEN: ("broken JSON array near byte {}", "Correct the file."),
     OPEN_QUOTE: ("a quoted field begins here and never ends", "Close the quote."),
@@ -142,11 +154,12 @@ BREAKS = {
 
 
 class RecordSource(FileSource):
-    """Files of records: a subclass says how they lie in each."""
+    """The base class of text formats; a subclass says how records lie in a file."""
 
     numbered = True
 
     def _lay_out(self, file: FileRef) -> Layout:
+        """Returns how records lie in a file."""
         raise NotImplementedError
 
     def _survey(self, file: FileRef) -> Survey:
@@ -198,12 +211,14 @@ class RecordSource(FileSource):
         return text.strip() if found.layout.trims else text
 
     def _read(self, file: FileRef, found: Found, start: int, stop: int) -> Records:
-        """Records [start, stop), without their separators. Raises SourceError where the file is not
-        what the index says.
+        """Returns records [start, stop), without their separators.
+
+        Raises:
+            SourceError: The file is not what the index says.
         """
         row, begin, end = found.index.span(start, stop)
         data = frozen(self._plain.fetch(file, begin, end, found.index.restarts))
-        last = stop == found.index.num_rows  # no record may follow
+        last = stop == found.index.num_rows  # then no record may follow
         starts, ends = np.empty((2, stop - row + last), np.int64)
         count, _, _ = found.layout.split(data, True, starts, ends)
         if count != stop - row:
@@ -213,18 +228,18 @@ class RecordSource(FileSource):
 
 
 def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordIndex:
-    """Reads the file, or its head, once: counts records, notes where they begin, and shows them to
-    the layout's observer in order.
+    """Counts the records of a file or its head, and notes where they begin.
 
-    Raises SourceError for a file that is damaged, truncated or has a record above MAX_RECORD_BYTES.
+    Raises:
+        SourceError: The file is damaged, truncated or has a record above MAX_RECORD_BYTES.
     """
     observer = None if layout.observer is None else layout.observer()
     starts, ends = np.empty(BATCH_RECORDS, np.int64), np.empty(BATCH_RECORDS, np.int64)
     rows, offsets = np.empty(BATCH_RECORDS, np.int64), np.empty(BATCH_RECORDS, np.int64)
     last = np.array([0, layout.start], np.int64)
     kept_rows, kept_offsets = [np.zeros(1, np.int64)], [np.array([layout.start], np.int64)]
-    row, base, held = 0, layout.start, b""  # base: plain offset of what is held
-    final = cut = closed = False  # cut: the head ends here, the file does not
+    row, base, held = 0, layout.start, b""  # base: the plain offset of held[0]
+    final = cut = closed = False  # cut: the head ends here, but the file does not
     while not final and not cut:
         if len(held) >= MAX_RECORD_BYTES:
             problem = f"a record of more than {MAX_RECORD_BYTES >> 20} MiB begins here"
@@ -274,11 +289,13 @@ def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordInd
 
 
 def _behind(file: FileRef, plain: PlainBytes, position: int, held: int) -> tuple[bytes, bool, bool]:
-    """Plain bytes from `position` on, behind so many that are held; whether the file ends there,
-    and whether its head ends before it does.
+    """Reads on from plain offset `position`, behind `held` bytes that are not split yet.
+
+    Returns:
+        The bytes; whether the file ends there; whether its head ends before the file does.
     """
     limit = sys.maxsize if file.head_bytes is None else file.head_bytes
-    # as much again of a long record, so that it is scanned few times
+    # for a long record as much again as is held, so that it is scanned few times
     wanted = max(0, min(max(CHUNK_BYTES, held), limit - position))
     more = plain.fetch(file, position, position + wanted)
     if len(more) < wanted or position + wanted < limit:
@@ -290,10 +307,10 @@ def _behind(file: FileRef, plain: PlainBytes, position: int, held: int) -> tuple
 def _kept_index(
     file: FileRef, index_dir: Path | None, layout: Layout, build: Callable[[], RecordIndex]
 ) -> RecordIndex:
-    """The index from its sidecar, or made and kept. A sidecar that cannot be read is made again,
-    with a warning.
+    """Returns the index from its file in `index_dir`, or makes and keeps it.
 
-    That of a head is not kept; its file's sidecar, where there is one, tells `total_rows`.
+    An index file that cannot be read is made again, with a warning. The index of a head is not
+    kept; the index file of the whole file, if there is one, tells `total_rows`.
     """
 
     def parsed(value: JsonObject) -> RecordIndex:
@@ -324,8 +341,10 @@ def _kept_index(
 
 
 def read_head(file: FileRef, num_bytes: int, plain: PlainBytes | None = None) -> bytes:
-    """The first plain bytes, fewer where the file is shorter. Raises SourceError for a file that
-    holds none, or is not text.
+    """Returns the first plain bytes of a file, fewer if it is shorter.
+
+    Raises:
+        SourceError: The file holds none, or is not text.
     """
     head = (plain or PlainBytes()).fetch(file, 0, num_bytes)
     if not head:
@@ -338,9 +357,7 @@ def read_head(file: FileRef, num_bytes: int, plain: PlainBytes | None = None) ->
 
 
 def frozen(data: bytes | UInt8) -> UInt8:
-    """A read-only UInt8 view: the one array type that the kernels of scanners.py are compiled
-    for.
-    """
+    """Returns a read-only UInt8 view, the one array type that scanners.py is compiled for."""
     view = data.view() if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     view.flags.writeable = False
     return view
@@ -365,7 +382,7 @@ def _from_json(value: Any) -> RecordIndex:
     num_rows, stop = whole(value["num_rows"]), whole(value["stop"])
     if len(rows) != len(offsets) or not len(rows) or rows[0] != 0 or offsets[0] < 0:
         raise ValueError("it has no entries")
-    # a record has a byte at least, and the last one need not be ended
+    # a record has at least one byte, and the last one need not end with a separator
     behind = np.diff(rows, append=num_rows), np.diff(offsets, append=stop + 1)
     if (behind[0] < 0).any() or (behind[0] > behind[1]).any():
         raise ValueError("its entries do not ascend")

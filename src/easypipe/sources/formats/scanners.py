@@ -3,7 +3,7 @@
 
 `data` is always a read-only UInt8 array (records.frozen), so that every kernel is compiled once. A
 splitter fills `starts` and `ends` (Int64, as many as they hold), and returns (records, bytes
-consumed, status); it begins at the start of a record and, without `final`, leaves a record that
+consumed, status); it begins at the start of a record and, unless `final`, leaves a record that
 `data` does not hold whole for the next call.
 """
 
@@ -17,7 +17,7 @@ from easypipe.core.jit import jit
 MORE = 0  # needs more bytes, or room for more records
 CLOSED = 1  # the JSON array ended
 BROKEN = 2  # no record can follow; `consumed` says where
-OPEN_QUOTE = 3  # a quoted CSV field never ends
+OPEN_QUOTE = 3  # a quoted CSV field does not end
 
 # flags of a record
 GOOD = 0
@@ -42,7 +42,7 @@ _BACKSLASHES = np.uint64(0x5C5C5C5C5C5C5C5C)
 
 @jit
 def split_lines(data, final, starts, ends):
-    """Lines, without their "\\n" or "\\r\\n"."""
+    """Splits lines, without their "\\n" or "\\r\\n"."""
     n, count, start, i = len(data), 0, 0, 0
     words = data[: n // 8 * 8].view(np.uint64)
     while count < len(starts):
@@ -70,11 +70,9 @@ def split_lines(data, final, starts, ends):
 
 @jit
 def split_paragraphs(data, final, starts, ends):
-    """Runs of lines that are not blank, as they stand, without the line break behind the last
-    one.
-    """
+    """Splits runs of lines that are not blank, without the line break behind the last one."""
     n, count, consumed, i = len(data), 0, 0, 0
-    start, end = -1, -1  # of the paragraph at hand; -1: none is open
+    start, end = -1, -1  # of the open paragraph; -1 if none is open
     while i < n and count < len(starts):
         stop = i
         while stop < n and data[stop] != _NEWLINE:
@@ -99,8 +97,10 @@ def split_paragraphs(data, final, starts, ends):
 
 @jit
 def split_elements(data, final, starts, ends):
-    """Elements of a JSON array. `data` begins at the "[" or "," before an element, and so do
-    `starts`: an element begins one byte later.
+    """Splits the elements of a JSON array.
+
+    `data` begins at the "[" or "," before an element, and so do `starts`: an element begins one
+    byte later.
     """
     n, count, i = len(data), 0, 0
     consumed = 0
@@ -112,7 +112,7 @@ def split_elements(data, final, starts, ends):
         if data[i] == 93:  # ]
             return count, i + 1, CLOSED
         start = i
-        opening = data[i] == 91  # only the first can be one: behind an element stands "," or "]"
+        opening = data[i] == 91  # only at the first element; "," or "]" stands behind the others
         i += 1
         i = skip_space(data, i, n)
         if opening and i < n and data[i] == 93:
@@ -152,8 +152,9 @@ def split_elements(data, final, starts, ends):
 
 @jit
 def split_csv(delimiter, data, final, starts, ends):
-    """Records of delimited text; a quote counts only at the start of a field, inside it "" stands
-    for one quote.
+    """Splits records of delimited text.
+
+    A quote counts only at the start of a field; inside the field "" stands for one quote.
     """
     n, count, start, i = len(data), 0, 0, 0
     while count < len(starts) and start < n:
@@ -202,7 +203,7 @@ def split_csv(delimiter, data, final, starts, ends):
 
 @jit
 def flag_blank(data, starts, ends, flags):
-    """GOOD, or BLANK where a record is white space only."""
+    """Flags each record GOOD, or BLANK if it is white space only."""
     for r in range(len(starts)):
         i, end = starts[r], ends[r]
         i = skip_space(data, i, end)
@@ -211,8 +212,10 @@ def flag_blank(data, starts, ends, flags):
 
 @jit
 def flag_objects(data, starts, ends, flags):
-    """GOOD where a record is one {...} with balanced brackets and closed strings, else BLANK or
-    ODD. Returns how many are GOOD.
+    """Flags each record: GOOD is one {...} with balanced brackets and closed strings.
+
+    Returns:
+        How many are GOOD.
     """
     good = 0
     words = data[: len(data) // 8 * 8].view(np.uint64)
@@ -237,8 +240,12 @@ def flag_objects(data, starts, ends, flags):
 
 @jit
 def gather(data, starts, ends, flags, out):
-    """The GOOD records, each followed by "\\n", with line breaks inside them (between JSON tokens)
-    made spaces. Returns bytes written.
+    """Copies the GOOD records to `out`, each followed by "\\n"; line breaks within become spaces.
+
+    Such line breaks stand between JSON tokens.
+
+    Returns:
+        The bytes written.
     """
     at = 0
     for r in range(len(starts)):
@@ -254,7 +261,7 @@ def gather(data, starts, ends, flags, out):
 
 @jit
 def gather_text(data, starts, ends, flags, out, offsets):
-    """The GOOD records one after another, and their offsets (Int64[good + 1])."""
+    """Copies the GOOD records to `out` back to back, and their Int64[good + 1] offsets."""
     at, count = 0, 0
     offsets[0] = 0
     for r in range(len(starts)):
@@ -268,11 +275,19 @@ def gather_text(data, starts, ends, flags, out, offsets):
 
 @jit
 def pick_entries(starts, row, offset, every, last, rows, offsets):
-    """Index entries among records that begin at `offset + starts`: one where so many rows or
-    bytes went by as `every` (rows, bytes) says.
+    """Picks index entries among records that begin at `offset + starts`.
 
-    last: Int64[2], row and offset of the last entry, updated. Returns how many went into `rows` and
-    `offsets`.
+    Args:
+        starts: Int64[n], where the records begin.
+        row: The row of the first.
+        offset: The plain offset of `data`.
+        every: (rows, bytes) after which the next entry is due.
+        last: Int64[2], row and offset of the last entry, which is updated.
+        rows: Int64[n], filled with the rows of the entries.
+        offsets: Int64[n], filled with their offsets.
+
+    Returns:
+        How many entries there are.
     """
     count, (every_rows, every_bytes) = 0, every
     for r in range(len(starts)):
@@ -292,7 +307,7 @@ def is_space(c):
 
 @jit
 def skip_space(data, i, end):
-    """The first place from i on that is no white space, or `end`."""
+    """Returns the first place from i on that is not white space, or `end`."""
     while i < end and is_space(data[i]):
         i += 1
     return i
@@ -300,8 +315,10 @@ def skip_space(data, i, end):
 
 @jit
 def skip_string(data, words, i, end):
-    """From behind the opening quote to behind the closing one; -1 where there is none, or a control
-    character stands in it.
+    """Goes from behind the opening quote of a string to behind the closing one.
+
+    Returns:
+        -1 if it does not end, or if it holds a control character.
     """
     while i < end:
         c = data[i]
@@ -327,8 +344,10 @@ def skip_string(data, words, i, end):
 
 @jit
 def skip_nested(data, words, i, end):
-    """From an opening bracket to behind the closing one; -1 where it does not close or goes deeper
-    than MAX_DEPTH.
+    """Goes from an opening bracket to behind the closing one.
+
+    Returns:
+        -1 if it does not close or goes deeper than MAX_DEPTH.
     """
     depth = 0
     while i < end:
@@ -352,9 +371,7 @@ def skip_nested(data, words, i, end):
 
 @jit
 def split_tokens(itemsize, separator, data, final, starts, ends):
-    """Documents of little-endian integers of `itemsize` bytes, each with the separator that ends
-    it.
-    """
+    """Splits documents of `itemsize`-byte little-endian integers, each with its separator."""
     n, count, start, i = len(data) // itemsize, 0, 0, 0
     while i < n and count < len(starts):
         value = np.uint64(0)

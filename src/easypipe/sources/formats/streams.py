@@ -1,4 +1,4 @@
-"""The plain bytes of text files by range: as they stand, or out of gzip, bzip2 or zstandard.
+"""The plain bytes of text files by range: as they are, or decompressed (gzip, bzip2, zstandard).
 
 Offsets here are always *plain* offsets: positions in the decompressed bytes. A compressed file is
 decompressed forward, by one thread at a time, and what came out last is kept for its neighbours. It
@@ -28,11 +28,11 @@ log = logging.getLogger("easypipe")
 INPUT_BYTES = 1 << 17  # compressed bytes taken at a time
 OUTPUT_BYTES = 1 << 20  # decompressed bytes handed on at a time
 BLOCK_BYTES = 1 << 20  # plain bytes of a compressed file that are kept together
-KEPT_BLOCKS = 128  # of all compressed files of a source
-KEPT_FILES = 32  # compressed files in which reading can go on
-RESTART_BYTES = 1 << 20  # restarts closer than this in plain bytes are not worth remembering
+KEPT_BLOCKS = 128  # how many blocks of all compressed files of a source are kept
+KEPT_FILES = 32  # how many compressed files are kept open, so that reading can go on
+RESTART_BYTES = 1 << 20  # remembered restarts are at least so many plain bytes apart
 MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh"}
-# behind the level: the first block, or the end of a stream without one
+# what follows the compression level: the first block, or the end of a stream without one
 BZ2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
 DAMAGED = (zlib.error, zstandard.ZstdError, OSError, EOFError)  # bz2 raises OSError
 # zstd frames without content (RFC 8878, 3.1.2)
@@ -40,8 +40,11 @@ SKIPPABLE = tuple(bytes([low]) + b"\x2a\x4d\x18" for low in range(0x50, 0x60))
 
 
 class Restart(NamedTuple):
-    """Decompression can begin at byte `packed` of the file and gives plain bytes from `plain`
-    on.
+    """A place where decompression can begin.
+
+    Attributes:
+        plain: The plain offset of the bytes that come out.
+        packed: The byte of the file at which to begin.
     """
 
     plain: int
@@ -52,11 +55,11 @@ START = Restart(0, 0)
 
 
 def check_compression(file: FileRef, first: bytes) -> None:
-    """Raises SourceError where the first bytes of a file are not what its name promises."""
+    """Raises SourceError if the first bytes of a file are not what its name promises."""
     kind = compression_of(file.path)
     head = first[:4]
     found = next((k for k, magic in MAGIC.items() if head.startswith(magic)), None)
-    if found == "bz2" and first[4:10] not in BZ2_BLOCKS:  # three letters alone could be text
+    if found == "bz2" and first[4:10] not in BZ2_BLOCKS:  # three letters could be text
         found = None
     if kind == "zst" and head in SKIPPABLE:
         found = "zst"
@@ -75,7 +78,7 @@ def check_compression(file: FileRef, first: bytes) -> None:
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise file.error("is UTF-16", "Convert it to UTF-8.")
-    begin = first[:16]  # what stands behind text may be a hole
+    begin = first[:16]  # zeros further on may be a hole behind text
     if not kind and len(head) == 4 and begin.count(0) * 4 > len(begin):
         raise file.error(
             f"not text: {begin.count(0)} of its first {len(begin)} bytes are 0",
@@ -84,9 +87,11 @@ def check_compression(file: FileRef, first: bytes) -> None:
 
 
 class PlainBytes:
-    """Plain bytes of the files of one source. Thread safe.
+    """The plain bytes of the files of one source. It is thread safe.
 
-    tells: a warning says where a file has to be decompressed from its start to get to its middle.
+    Args:
+        tells: Whether to warn of a file that has to be decompressed from its start to get to its
+            middle.
     """
 
     def __init__(self, *, tells: bool = False) -> None:
@@ -98,8 +103,13 @@ class PlainBytes:
     def fetch(
         self, file: FileRef, start: int, stop: int, restarts: Sequence[Restart] = ()
     ) -> bytes:
-        """Plain bytes [start, stop), as many of them as there are. restarts: those that are
-        known.
+        """Returns plain bytes [start, stop), as many of them as there are.
+
+        Args:
+            file: The file.
+            start: The first plain byte.
+            stop: The plain byte behind the last one.
+            restarts: Restarts of the file that are known from its index.
         """
         if compression_of(file.path) is None:
             stop = min(stop, file.num_bytes)
@@ -117,13 +127,13 @@ class PlainBytes:
         return b"".join(pieces)
 
     def ends(self, file: FileRef, position: int) -> bool:
-        """Whether no plain byte stands at `position` or behind it."""
+        """Returns whether there is no plain byte at `position` or behind it."""
         if compression_of(file.path) is None:
             return position >= file.num_bytes
         return not self.fetch(file, position, position + 1)
 
     def restarts(self, file: FileRef) -> tuple[Restart, ...]:
-        """Those met so far, without the start."""
+        """Returns the restarts that were found so far, without the start."""
         packed = compression_of(file.path) is not None
         return tuple(self._unpacking(file, ()).restarts[1:]) if packed else ()
 
@@ -137,6 +147,7 @@ class PlainBytes:
             return found
 
     def _block(self, unpacking: _Unpacking, number: int) -> bytes:
+        """Returns plain block `number` of a compressed file; b"" if it ends before."""
         path = unpacking.file.path
         with self._lock:
             data = self._kept.get((path, number))
@@ -156,8 +167,12 @@ class PlainBytes:
 
 
 class _Unpacking:
-    """A compressed file that is decompressed forward. block: the number of the next one, None where
-    none comes. end: how many blocks there are, once that is known.
+    """A compressed file that is decompressed forward.
+
+    Attributes:
+        restarts: The restarts that are known, the start first.
+        block: The number of the block that comes next; None if reading has to enter the file first.
+        end: How many blocks there are, once that is known.
     """
 
     def __init__(self, file: FileRef) -> None:
@@ -168,10 +183,10 @@ class _Unpacking:
         self.end: int | None = None
         self._told = False
         self._input: Any = None
-        self._engine: Any = None  # None between members
+        self._engine: Any = None  # the decompressor; None between members
 
     def enter(self, number: int, tells: bool) -> None:
-        """Goes to the last restart before a block, unless it stands between the two."""
+        """Goes to the last restart before a block, unless reading is between the two already."""
         target = number * BLOCK_BYTES
         restart = self.restarts[bisect.bisect(self.restarts, (target, sys.maxsize)) - 1]
         first = -(-restart.plain // BLOCK_BYTES)
@@ -188,19 +203,19 @@ class _Unpacking:
             self._input.close()
         self._input = open_binary(self.file)
         self._input.seek(restart.packed)
-        self._plain, self._packed = restart  # of the next byte that comes, and of self._rest
+        self._plain, self._packed = restart  # plain offset of the next byte, packed of self._rest
         self._rest, self._ready = self._input.read(0 if restart.packed else 16), b""
         if not restart.packed:
             check_compression(self.file, self._rest)
         self._engine = None
         self.block = first
-        # what is left of the block in which the restart lies is of no use
+        # skips the rest of the block in which the restart lies
         self._take(first * BLOCK_BYTES - restart.plain)
 
     def next_block(self) -> tuple[int, bytes]:
-        """Its number, and its bytes: fewer than BLOCK_BYTES only at the end."""
+        """Returns the number of the next block and its BLOCK_BYTES bytes, fewer at the end."""
         assert self.block is not None
-        here, self.block = self.block, None  # where this fails, the next one begins anew
+        here, self.block = self.block, None  # if this fails, the next call enters the file anew
         data = self._take(BLOCK_BYTES)
         if len(data) == BLOCK_BYTES:
             self.block = here + 1
@@ -210,6 +225,7 @@ class _Unpacking:
         return here, data
 
     def _take(self, count: int) -> bytes:
+        """Returns the next `count` plain bytes, fewer at the end."""
         pieces, have = [self._ready], len(self._ready)
         while have < count and (piece := self._read()):
             pieces.append(piece)
@@ -219,8 +235,10 @@ class _Unpacking:
         return data[:count]
 
     def _read(self) -> bytes:
-        """Some plain bytes; empty only at the end. Raises SourceError for damaged or truncated
-        data.
+        """Returns some plain bytes; b"" only at the end.
+
+        Raises:
+            SourceError: The data is damaged or truncated.
         """
         while True:
             if not self._rest and not self._held():
@@ -239,7 +257,7 @@ class _Unpacking:
                 return out
 
     def _begin(self) -> bool:
-        """Starts a member (frame) at the current input; False where only padding stood there."""
+        """Starts a member (frame) at the current input; returns False if there was only padding."""
         if self._kind == "gz":
             # tapes and block devices pad with zeros; gzip allows it
             stripped = self._rest.lstrip(b"\0")
@@ -257,7 +275,7 @@ class _Unpacking:
         return True
 
     def _held(self) -> bool:
-        """Whether the engine has input of its own to go on with."""
+        """Returns whether the decompressor holds input of its own to go on with."""
         return self._kind == "bz2" and self._engine is not None and not self._engine.needs_input
 
     def _decompress(self) -> bytes:
@@ -266,7 +284,7 @@ class _Unpacking:
             if self._kind == "gz":
                 out = engine.decompress(given, OUTPUT_BYTES)
                 left = engine.unused_data if engine.eof else engine.unconsumed_tail
-            elif self._kind == "bz2":  # it keeps input that it has not decompressed yet to itself
+            elif self._kind == "bz2":  # it holds input that it has not decompressed yet
                 out = engine.decompress(given, OUTPUT_BYTES)
                 left = engine.unused_data if engine.eof else b""
             else:

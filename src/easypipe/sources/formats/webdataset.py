@@ -28,8 +28,8 @@ from easypipe.sources.formats.members import (
 from easypipe.sources.refs import FileRef
 
 KEY = "__key__"
-BLOCK = 512  # of a tar
-HEADER_BYTES = 1 << 14  # read at a time where members are looked for
+BLOCK = 512  # bytes of a tar's block
+HEADER_BYTES = 1 << 14  # bytes that are read at a time to find members
 PICKLED = ("pkl", "pickle", "pyd", "pth", "pt")
 KINDS: dict[str, Kind] = dict.fromkeys(("txt", "text", "transcript"), TEXT)
 KINDS |= dict.fromkeys(("cls", "cls2", "index", "inx", "id"), INTEGER)
@@ -37,18 +37,19 @@ KINDS |= dict.fromkeys(("json", "jsn"), JSON_TEXT)
 
 
 class _Tar(NamedTuple):
+    """What was found in a tar: the keys of rows, and places and kinds of members by column."""
+
     keys: list[str]
-    places: dict[str, Int64]  # column -> [rows, 2], where a member begins and ends; -1: none
+    places: dict[str, Int64]  # by column: [rows, 2], where a member begins and ends; -1: none
     kinds: dict[str, Kind]
 
 
 class WebDatasetShardedSource(FileSource):
-    """Rows of WebDataset tars: `__key__`, and a column for each extension. Options are those of
-    FileSource.
+    """The rows of WebDataset tars: `__key__`, and a column for each extension.
 
-    Text (txt, text, transcript), integers (cls, cls2, index, inx, id), JSON (json, jsn) and arrays
-    of one dimension (npy) have their types; all others are bytes. A row without a member has null.
-    Reasons of rejects: unparsable, invalid_utf8.
+    Options are those of FileSource. Text (txt, text, transcript), integers (cls, cls2, index, inx,
+    id), JSON (json, jsn) and arrays of one dimension (npy) have their types; all others are bytes.
+    A row without a member has null. Reasons of rejects: unparsable, invalid_utf8.
     """
 
     kind = "webdataset"
@@ -106,8 +107,11 @@ class WebDatasetShardedSource(FileSource):
         return rows_of(columns, start, stop)
 
     def _members(self, file: FileRef) -> tuple[list[str], list[tuple[int, str, int, int]], bool]:
-        """The keys of the rows; (row, column, begin, end) of each member; whether the mark of the
-        end is there.
+        """Reads the headers of a tar.
+
+        Returns:
+            The keys of the rows; (row, column, begin, end) of each member; whether the mark of the
+            end is there.
         """
         keys: list[str] = []
         members: list[tuple[int, str, int, int]] = []
@@ -135,22 +139,23 @@ class WebDatasetShardedSource(FileSource):
 
 
 def _key_and_column(name: str) -> tuple[str, str]:
-    """The row and the column of a member; no column where it is neither a value nor of a row."""
+    """Returns the row and the column of a member; column "" if it holds no value of a row."""
     folder, slash, last = name.rpartition("/")
     stem, _, extension = last.partition(".")
-    top = name.partition("/")[0]  # `__...__` holds notes of whoever wrote the tar
+    top = name.partition("/")[0]  # folders `__...__` hold notes of the tar's writer
     notes = len(top) > 3 and top.startswith("__") and top.endswith("__")
     return folder + slash + stem, extension.lower() if stem and not notes else ""
 
 
 def _array_kind(file: FileRef, first: bytes) -> Kind:
-    """What the first array says holds for all."""
+    """Returns the kind of a column of arrays, whose dtype is that of the first array."""
     with raising(SourceError, file.path, "its first array cannot be read", on=ValueError):
         dtype = _array(None, first).dtype
     return Kind(pa.large_list(pa.from_numpy_dtype(dtype)), partial(_array, dtype))
 
 
 def _array(dtype: DType | None, data: bytes) -> Array:
+    """Returns the array in an .npy file; raises ValueError if it has other dimensions or dtype."""
     array = np.load(io.BytesIO(data), allow_pickle=False)
     if array.ndim != 1 or dtype not in (None, array.dtype):
         raise ValueError(f"an array of {array.ndim} dimensions, {array.dtype}")

@@ -35,10 +35,19 @@ def choose_files(
     split: str | None = None,
     converted: bool = False,
 ) -> list[str]:
-    """Names of the data files, naturally sorted. converted: the layout is the Hub's own,
-    `subset/split/0000.parquet`.
+    """Returns the names of the data files, naturally sorted.
 
-    Raises MissingFileError, with what there is, for a pattern, subset or split that names no file.
+    Args:
+        names: All files of the repository.
+        card: The data of its card.
+        at: The dataset, for errors.
+        pattern: A glob for the files; None goes by subset and split.
+        subset: None takes the default one.
+        split: None takes `train`.
+        converted: Whether the layout is the Hub's own, `subset/split/0000.parquet`.
+
+    Raises:
+        MissingFileError: A pattern, subset or split names no file; the error lists those there are.
     """
     data = _data_files(names, at)
     if pattern is not None:
@@ -61,8 +70,10 @@ def choose_files(
 def layouts(
     names: Sequence[str], card: Json, *, at: str, converted: bool = False
 ) -> dict[str, dict[str, list[str]]]:
-    """subset -> split -> names of its data files, of a whole dataset. Raises MissingFileError where
-    there is no data file.
+    """Returns the names of the data files of a whole dataset, by subset and split.
+
+    Raises:
+        MissingFileError: There is no data file.
     """
     data = _data_files(names, at)
     subsets = (
@@ -74,6 +85,7 @@ def layouts(
 
 
 def _data_files(names: Sequence[str], at: str) -> list[str]:
+    """Returns the data files among `names`, naturally sorted."""
     data = sorted((name for name in names if _is_data(name)), key=natural)
     if not data:
         raise MissingFileError(
@@ -88,11 +100,12 @@ def _data_files(names: Sequence[str], at: str) -> list[str]:
 def _splits(
     data: list[str], card: Json, subset: str | None, at: str, converted: bool
 ) -> dict[str, list[str]]:
+    """Returns the names of a subset's data files by split."""
     return _from_folders(data, subset, at) if converted else _from_card(data, card, subset, at)
 
 
 def _configs(card: Json) -> dict[str, Json]:
-    """What the card says of each subset that it gives files."""
+    """Returns what the card says about each subset that it gives files."""
     configs = {
         str(entry.get("config_name", "default")): entry
         for entry in card.get("configs") or ()
@@ -106,6 +119,7 @@ def _configs(card: Json) -> dict[str, Json]:
 
 
 def _from_card(data: list[str], card: Json, subset: str | None, at: str) -> dict[str, list[str]]:
+    """Returns the files of a subset by split, as the card names them, else by file names."""
     configs = _configs(card)
     if not configs:
         if subset is None or subset == "default":
@@ -140,6 +154,7 @@ def _from_card(data: list[str], card: Json, subset: str | None, at: str) -> dict
 
 
 def _from_folders(data: list[str], subset: str | None, at: str) -> dict[str, list[str]]:
+    """Returns the files of a subset by split, in the Hub's own layout."""
     subsets = sorted({name.split("/")[0] for name in data})
     chosen = subset or (
         "default" if "default" in subsets else subsets[0] if len(subsets) == 1 else None
@@ -154,15 +169,23 @@ def _from_folders(data: list[str], subset: str | None, at: str) -> dict[str, lis
 
 
 def _known_subset(subset: str | None, chosen: str | None, have: Collection[str], at: str) -> str:
-    """The one that is chosen, where it is there. subset: as it was asked for."""
+    """Returns the chosen subset if it exists, else raises MissingFileError.
+
+    Args:
+        subset: The subset that was asked for.
+        chosen: The subset that was chosen.
+        have: The subsets there are.
+        at: The dataset, for errors.
+    """
     problem = f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
     require_known(chosen or "", have, at, problem, "Name one by subset=.", MissingFileError)
     return chosen or ""
 
 
 def _by_names(data: list[str]) -> dict[str, list[str]]:
-    """Splits by `split-00000-of-00004.parquet`, else by the words in folders and file names;
-    without any, all is `train`.
+    """Returns the files by split, named by `split-00000-of-00004.parquet` or words in paths.
+
+    If no path names a split, all files are `train`.
     """
     shards = {name: match[1] for name in data if (match := SHARD.search(name))}
     if len(shards) == len(data):
@@ -174,7 +197,7 @@ def _by_names(data: list[str]) -> dict[str, list[str]]:
 
 
 def split_word(name: str) -> str | None:
-    """The split that a path's folders and file name speak of."""
+    """Returns the split that a path's folders and file name mention; None if there is none."""
     parts = set(re.split(r"[/._\s-]+|(?<=[a-z])(?=\d)", name.lower()))
     return next((split for split, words in KEYWORDS.items() if parts & set(words)), None)
 

@@ -1,6 +1,6 @@
-"""A dataset repository on the Hub: its files at a commit, and how each is read.
+"""A dataset repository on the Hub: its files at a commit, and from where each is read.
 
-Failures are told in words: what is gated, private, or not there.
+Failures are explained: what is gated, private, or does not exist.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ BY_RANGES = ("parquet", "arrow")
 
 
 class Listing(NamedTuple):
-    """What stands in a dataset at one commit. sizes: (bytes, content hash) of every file; card: the
-    data of its card.
+    """What a dataset holds at one commit.
 
-    converted: it is the Hub's own parquet copy, laid out as `subset/split/0000.parquet`.
+    Attributes:
+        commit: The hash of the commit.
+        sizes: (bytes, content hash) of every file.
+        card: The data of its card.
+        converted: Whether it is the Hub's own parquet copy, laid out as
+            `subset/split/0000.parquet`.
     """
 
     commit: str
@@ -41,8 +45,15 @@ class Listing(NamedTuple):
 
 
 class HubRepo:
-    """storage_options: `token` (None: HF_TOKEN, or the login of the Hub's client, where the
-    endpoint is trusted) and `endpoint` (None: HF_ENDPOINT).
+    """A dataset repository, with the access that was given for it.
+
+    Args:
+        repo: `owner/name`.
+        storage_options: `token` (None: HF_TOKEN, or the login of the Hub's client, if the endpoint
+            is trusted) and `endpoint` (None: HF_ENDPOINT).
+
+    Raises:
+        ConfigError: storage_options have other keys.
     """
 
     def __init__(self, repo: str, storage_options: StorageOptions = None) -> None:
@@ -63,14 +74,19 @@ class HubRepo:
         return f"hf://datasets/{self.repo}"
 
     def listing(self, revision: str | None) -> Listing:
-        """At a branch, tag or commit; None takes main, or where that has no data files the Hub's
-        parquet copy.
+        """Returns the files at a branch, tag or commit.
+
+        None takes main, or the Hub's parquet copy if main has no data files.
+
+        Raises:
+            MissingFileError: There is no such dataset or revision.
+            SourceError: It is gated, or the Hub cannot be asked.
         """
         found = self._info(revision)
         if revision is None and not any(
             format_of(name) for name in found.sizes if not name.startswith((".", "README"))
         ):
-            try:  # a dataset made by a script: the Hub keeps its rows as parquet
+            try:  # for a dataset that a script makes, the Hub keeps the rows as parquet
                 found = self._info(CONVERTED)._replace(card={}, converted=True)
                 log.info(
                     "%s: has no data files of its own; the Hub's parquet copy (%s) is read",
@@ -82,7 +98,7 @@ class HubRepo:
         return found
 
     def file(self, name: str, listing: Listing) -> FileRef:
-        """A file as it is read by ranges."""
+        """Returns a file that is read by ranges."""
         from huggingface_hub import get_token, hf_hub_url
 
         num_bytes, content = listing.sizes[name]
@@ -100,8 +116,18 @@ class HubRepo:
         )
 
     def ready(self, file: FileRef, commit: str, *, whole: bool) -> FileRef:
-        """The file as it is to be read: from the Hub client's cache, else by ranges; `whole`:
-        downloaded into that cache first.
+        """Returns the file as it is to be read.
+
+        That is the copy in the cache of the Hub's client if there is one, else the file itself, by
+        ranges.
+
+        Args:
+            file: What `file` returned.
+            commit: The commit of the listing.
+            whole: Downloads the file into that cache first.
+
+        Raises:
+            SourceError: The Hub refuses it, or the cached copy has another size.
         """
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, try_to_load_from_cache
 
@@ -109,7 +135,7 @@ class HubRepo:
         cached = try_to_load_from_cache(self.repo, inside, revision=commit, repo_type="dataset")
         if not isinstance(cached, str):
             if not whole:
-                # asked for once here, because the Hub's client knows why it is refused
+                # asked for once here, because the Hub's client can tell why it is refused
                 url = file.address
                 self._call(
                     lambda: get_hf_file_metadata(url, token=self._token, endpoint=self._endpoint)
@@ -194,7 +220,7 @@ class HubRepo:
 
 
 def _require_someone_there(endpoint: str, at: str) -> None:
-    """Raises SourceError within seconds where no connection to the Hub comes about."""
+    """Raises SourceError within seconds if no connection to the Hub comes about."""
     why = hub_unreachable(endpoint)
     if why is not None:
         proxy = ", or https_proxy" if why.startswith("the proxy") else ""

@@ -1,9 +1,9 @@
-"""Datasets of the Hugging Face Hub, read as plain files at one commit.
+"""HuggingFaceShardedSource: a dataset of the Hugging Face Hub, read as plain files at one commit.
 
 The revision is resolved to a commit when the source is made. Parquet and Arrow files are read by
 ranges, so that only the columns and rows that are asked for travel; other formats are needed whole,
-and are downloaded once into the Hub client's own cache. A file that stands in that cache is read
-there, whatever its format.
+and are downloaded once into the Hub client's own cache. A file that is in that cache is read there,
+whatever its format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from easypipe.sources.refs import FileRef, format_of
 
 log = logging.getLogger("easypipe")
 
-DOWNLOADS = 8  # at a time
+DOWNLOADS = 8  # how many files are downloaded at a time
 
 
 class HubName(NamedTuple):
@@ -42,8 +42,10 @@ class HubName(NamedTuple):
 
 
 def parse_hub_name(text: str) -> HubName:
-    """Of `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. Raises ConfigError for
-    anything else.
+    """Takes `owner/name` or `hf://datasets/owner/name[@revision][/pattern]` apart.
+
+    Raises:
+        ConfigError: It is anything else.
     """
     rest = text.removeprefix("hf://")
     if rest != text:
@@ -73,22 +75,22 @@ def parse_hub_name(text: str) -> HubName:
 
 
 class HuggingFaceShardedSource(Source):
-    """Rows of one split of a dataset on the Hub. One shard per file; `commit` is what is read.
+    """The rows of one split of a dataset on the Hub, one shard per file, at one `commit`.
 
     Args:
         dataset: `owner/name`, or `hf://datasets/owner/name[@revision][/pattern]`.
         split: None takes `train`; there is no split with a pattern.
         subset: A configuration that the dataset's card or folders name; None takes the default.
         revision: Branch, tag or commit; None takes main.
-        num_rows: Most rows that are read; files behind them are not opened.
+        num_rows: The most rows that are read; files behind them are not opened.
         text_unit: As in TextShardedSource.
         options: Those of FileSource. `storage_options` may have `token` (None: HF_TOKEN, or the
             login of the Hub's client) and `endpoint` (None: HF_ENDPOINT).
 
     Raises:
         MissingFileError: The dataset, revision, subset or split does not exist.
-        SourceError: The dataset is gated (the error names the page of its licence), or the files
-            of a split have several formats.
+        SourceError: The dataset is gated (the error names the page of its licence), or the files of
+            a split have several formats.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class HuggingFaceShardedSource(Source):
         self.repo, self.subset = name.repo, subset
         self.split = split or (None if name.pattern else "train")
         self._num_rows = num_rows
-        # the files that are read lie where the Hub's client says
+        # storage_options are for the Hub's client, which says where the files are
         self._made: Arguments = {"on_error": "error", **options}
         self._made.pop("storage_options", None)
         self._lock = threading.Lock()
@@ -165,7 +167,7 @@ class HuggingFaceShardedSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the commit, the files and the reading options. Opens no file."""
+        """A digest of the commit, the files and the reading options; opens no file."""
         tolerance = "error" if self._made["on_error"] == "error" else "tolerant"
         unit = self._made.get("text_unit", "line")
         options = [self._made.get("columns"), tolerance, *([] if unit == "line" else [unit])]
@@ -183,13 +185,14 @@ class HuggingFaceShardedSource(Source):
         )
 
     def shard_identity(self, shard: int) -> str:
-        """Of the file's content: a new commit that leaves a file as it is leaves its tokens as they
-        are.
+        """Returns a digest of the file's content and its reading.
+
+        A new commit that leaves a file as it is leaves its tokens as they are.
         """
         return self._open().shard_identity(shard)
 
     def head(self, num_bytes: int, files: int | None = None) -> FileSource:
-        """As FileSource.head; nothing is downloaded whole for it."""
+        """Does what FileSource.head does; downloads no file whole."""
         first = [self._hub.ready(file, self.commit, whole=False) for file in self.files[:files]]
         return self._reader(first, **self._made).head(num_bytes)
 
@@ -203,6 +206,7 @@ class HuggingFaceShardedSource(Source):
         return self._open().raw(shard, row)
 
     def _open(self) -> FileSource:
+        """Returns the source of the files that are needed, downloading them if need be."""
         with self._lock:
             if self._rows is None:
                 get = partial(self._hub.ready, commit=self.commit, whole=self.kind not in BY_RANGES)
@@ -221,7 +225,7 @@ class HuggingFaceShardedSource(Source):
 
 
 def one_format(files: Sequence[FileRef], hub: HubRepo) -> str:
-    """Raises SourceError where the files have several."""
+    """Returns the format of the files; raises SourceError if they have several."""
     kinds = {format_of(file.path): file.path for file in files}
     if len(kinds) > 1 or None in kinds:
         raise SourceError(
