@@ -120,9 +120,8 @@ class Loader:
         return self._begin(entry)
 
     def __next__(self) -> Batch:
-        """Returns the next batch of the iteration that the loader keeps.
-
-        That iteration begins at the first batch or, after `restore`, at the restored one.
+        """Returns the next batch of the iteration that the loader keeps (from the restored batch
+        on).
         """
         if self._kept is None:
             entry, self._kept_entry = self._kept_entry, None
@@ -144,10 +143,7 @@ class Loader:
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The datasets that the column `source_ids` of batches numbers, from 0.
-
-        It is () where batches have no such column (`load.source_ids`).
-        """
+        """The datasets that `source_ids` of batches numbers, from 0; () without that column."""
         return self.rows.source_names
 
     @property
