@@ -69,7 +69,7 @@ class CachedDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheListing:
-    """What a cache folder holds.
+    """The content of a cache folder.
 
     Args:
         path: The folder.
@@ -86,7 +86,7 @@ class CacheListing:
 
 @dataclass(frozen=True, kw_only=True)
 class Cleared:
-    """What `clear_cache` removed, or would remove.
+    """The result of `clear_cache`: what it removed, or would remove.
 
     Args:
         removed: Names of the datasets that were removed.

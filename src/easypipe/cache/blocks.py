@@ -47,10 +47,10 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStamp(Stamp):
-    """What was committed as a token file.
+    """The stamp of a committed token file, with the checksums of its blocks.
 
     Args:
-        blocks: The checksums of its blocks, as in `Part.blocks`.
+        blocks: The checksums, as in `Part.blocks`.
     """
 
     blocks: str = ""

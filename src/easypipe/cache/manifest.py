@@ -75,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerIdentity:
-    """What a manifest records about the tokenizer of its tokens."""
+    """The tokenizer of the tokens, as a manifest records it."""
 
     __pydantic_config__: ClassVar = _EXACT
 
@@ -88,6 +88,7 @@ class TokenizerIdentity:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
+        """Returns the identity of a tokenizer."""
         return cls(
             name=tokenizer.name,
             fingerprint=tokenizer.fingerprint,
@@ -99,7 +100,7 @@ class TokenizerIdentity:
 
     @property
     def tokens(self) -> TokenInfo:
-        """What sources declare about its tokens."""
+        """The declaration of its tokens that sources pass on."""
         return TokenInfo(
             tokenizer=self.name,
             tokenizer_fingerprint=self.fingerprint,
@@ -112,7 +113,7 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What became of rows and tokens, of a range of rows or of a whole dataset.
+    """The account of rows and tokens of a range of rows, or of a whole dataset.
 
     Law: rows + pieces = docs + rejects; encoded + added + overlap = tokens + truncated.
 

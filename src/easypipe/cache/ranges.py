@@ -51,7 +51,7 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a range became.
+    """The result of tokenizing a range; on disk, the commit of that range.
 
     On disk all of it stands side by side, with `rejects` in place of `counts.rejects`.
 
@@ -144,6 +144,7 @@ def record_path(folder: CacheFolder, piece: Range) -> Path | str:
 
 
 def write_record(path: Path | str, record: Record, storage_options: StorageOptions = None) -> None:
+    """Commits the record of a range."""
     values = {
         **counts_json(record.counts),
         **dataclasses.asdict(record.part),

@@ -243,6 +243,7 @@ class TokenCache(Source):
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
+        """The shards of the source, whose cuts are where parts begin."""
         cuts: list[list[int]] = [[] for _ in self.manifest.shard_names]
         num_bytes = [0] * len(cuts)
         for part in self.manifest.parts:

@@ -110,6 +110,7 @@ class Staging:
             return base, self._map[base - self._stretch :][:num_bytes]
 
     def write(self, offset: int, data: bytes) -> None:
+        """Writes fetched bytes into the file."""
         view = memoryview(data)
         while view:
             done = os.pwrite(self._file.fileno(), view, offset)
@@ -131,6 +132,7 @@ class Staging:
             self._shrink()
 
     def unpin(self, part: StagedPart) -> None:
+        """Lets `part` be dropped again, once nobody else has pinned it."""
         with self._lock:
             part.pins -= 1
             self._shrink()

@@ -59,7 +59,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What was found in one dataset of a token cache, one saved folder or one checkpoint.
+    """The findings about one dataset of a token cache, one saved folder or one checkpoint.
 
     Args:
         path: What was verified.

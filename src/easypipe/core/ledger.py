@@ -57,6 +57,7 @@ class Ledger:
         into: Mapping[str, int],
         out: Mapping[str, int],
     ) -> None:
+        """Adds one balance, without counts of 0."""
         self.entries.append(
             Entry(
                 stage=stage,
@@ -105,6 +106,7 @@ class Ledger:
             yield entry.stage, entry.dataset, entry.unit, sum(entry.into.values()), went
 
     def to_json(self) -> JsonObject:
+        """Returns entries and facts as a JSON object."""
         entries = [
             {
                 "stage": e.stage,

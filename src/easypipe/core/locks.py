@@ -78,9 +78,8 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
             make_folder(path.parent)
             descriptor = _open(path)
         except OSError as error:
-            if isinstance(
-                error, FileNotFoundError
-            ):  # the folder is read-only, and nobody has locked it yet
+            # the folder is read-only, and nobody has locked it yet
+            if isinstance(error, FileNotFoundError):
                 error.errno = errno.EROFS
             raise StorageError(
                 at=str(path),

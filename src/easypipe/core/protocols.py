@@ -117,11 +117,11 @@ def counted(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
 
 
 class Scan(NamedTuple):
-    """What reading a range gives: the records that were read, and those that were rejected.
+    """The records of a range that was read, and those of them that were rejected.
 
     Attributes:
-        batch: The records; it has the column ROW_NUMBER if it may hold fewer rows than were asked
-            for.
+        batch: The good records; it has the column ROW_NUMBER if it may hold fewer rows than were
+            asked for.
         rejects: The rejected records of the range.
     """
 
@@ -240,7 +240,7 @@ ROWS_AT_A_TIME = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInfo:
-    """What is known about the tokens in a folder.
+    """A description of the tokens in a folder.
 
     Args:
         tokenizer: The name of the tokenizer.
@@ -322,7 +322,7 @@ class Source(ShardedDataSource):
 
     @property
     def info(self) -> SourceInfo:
-        """What this source declares about itself; by default, what the source below declares."""
+        """The declarations of this source; by default, those of the source below."""
         return SourceInfo() if self.below is None else info_of(self.below)
 
     @property
@@ -480,6 +480,8 @@ class ProgressEvent:
 
 
 class ProgressListener(Protocol):
+    """A function that is called with every ProgressEvent."""
+
     def __call__(self, event: ProgressEvent) -> None: ...
 
 
@@ -488,7 +490,7 @@ def silent(event: ProgressEvent) -> None:
 
 
 class PipelineSettings(Protocol):
-    """What every stage may know about its pipeline's config; a PipelineConfig satisfies it."""
+    """The part of a pipeline's config that every stage may use; a PipelineConfig satisfies it."""
 
     @property
     def seed(self) -> int | None: ...
@@ -509,7 +511,7 @@ class PipelineSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineContext:
-    """What every stage is given.
+    """The config and the services that every stage is given.
 
     It is frozen: a stage that needs to remember something returns a source that does.
 
@@ -552,7 +554,7 @@ class BaseStage(ABC):
 
 @runtime_checkable
 class BatchLoader(Protocol):
-    """What a trainer needs from a loader.
+    """A loader as a trainer needs it.
 
     Law (exact resume): after `restore(state)` with the state taken after batch n, iteration yields
     batch n + 1 onward. A batch is a dict of arrays; `state()` is the state after the batch that was

@@ -216,6 +216,7 @@ class _Times:
         return self._patience
 
     def add(self, seconds: float) -> None:
+        """Notes how long a request took."""
         with self._lock:
             self._last.append(seconds)
             if len(self._last) >= KNOWN:
@@ -391,7 +392,7 @@ async def _client(**options: Any) -> Any:
 
 @dataclass(frozen=True)
 class HttpFacts:
-    """What one request for the first byte of a file tells.
+    """The facts that one request for the first byte of a file tells.
 
     Args:
         num_bytes: The size of the file; None if the server does not say.

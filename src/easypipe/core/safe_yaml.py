@@ -47,6 +47,7 @@ class _SafeLoader(yaml.SafeLoader):
         self.sizes: dict[int, int] = {}  # by the id of a node, which the document keeps alive
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Composes a node; refuses deep nesting and aliases that repeat too many values."""
         before, self.depth = self.composed + self.repeated, self.depth + 1
         if self.depth > DEEPEST:
             mark = self.peek_event().start_mark
@@ -68,6 +69,7 @@ class _SafeLoader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Constructs the value of a node; every failure becomes an error that names the line."""
         try:
             made: Any = super().construct_object(node, deep)  # pyright: ignore[reportUnknownMemberType]
             if isinstance(made, str) and any("\ud800" <= c <= "\udbff" for c in made):

@@ -267,6 +267,7 @@ class OutputSchema:
     dtypes: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
+        """Raises ConfigError for a dtype that does not hold numbers."""
         for name, kind in self.dtypes.items():
             try:
                 numeric = np.dtype(kind).kind in "iufb"

@@ -84,7 +84,7 @@ def _step(step: str, path: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """What was committed.
+    """The size and the checksum of a committed file.
 
     Args:
         num_bytes: The size in bytes.

@@ -49,7 +49,7 @@ READER_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What one look over a file tells.
+    """The result of looking over one file.
 
     Args:
         num_rows: The physical records; None if they are not counted. For the head of a file
@@ -409,14 +409,14 @@ class FileSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """What is known once every file was looked over.
+    """The facts that are known once every file was looked over.
 
     Attributes:
-        surveys: Of each file.
+        surveys: One for each file.
         data: The columns, without ROW_NUMBER.
         schema: The columns, with ROW_NUMBER if rows are numbered.
         shards: One for each file.
-        fields: Of each file, the fields of `data` that it has itself.
+        fields: For each file, the fields of `data` that it has itself.
     """
 
     surveys: list[Survey]

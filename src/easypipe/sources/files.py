@@ -237,6 +237,7 @@ class RangeFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
+        """Fetches as many bytes as the buffer holds, fewer at the end."""
         view = memoryview(buffer).cast("B")
         data = self._fetch(self._at, self._at + len(view))
         view[: len(data)] = data

@@ -196,7 +196,9 @@ def _counted_from(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
 
 
 def limited(source: ShardedSource, num_rows: int) -> PartialSource:
-    """Returns the first `num_rows` physical rows of a source, counted before any are rejected.
+    """Returns the first `num_rows` physical rows of a source, or all if it has fewer.
+
+    They are counted before any are rejected.
 
     Raises:
         ConfigError: The limit is below 1.

@@ -253,6 +253,7 @@ class RandomAccessSource(_Object):
 
     @property
     def schema(self) -> pa.Schema:
+        """The columns of the first rows, with ROW_NUMBER."""
         with self._lock:
             if self._schema is None:
                 rows = self._there(0, min(self._rows, FIRST_ROWS))[1]

@@ -152,7 +152,7 @@ def as_source(
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a user's source gives.
+    """The members of a user's source that are used.
 
     Args:
         shards: Its shards.
@@ -417,6 +417,7 @@ class _Kept:
     def read(
         self, shard: int, start: int, stop: int, columns: pa.Schema, limit: int | None
     ) -> Scan:
+        """Returns rows `start` to `stop`, which are taken first if they were not."""
         stop = min(stop, self.pull(shard, stop, columns, limit))
         if start >= stop:
             return Scan(pa.RecordBatch.from_pylist([], schema=columns), ())
@@ -497,7 +498,7 @@ class _Kept:
 
 
 class _Pulled:
-    """What was taken of a shard.
+    """The rows that were taken of a shard so far.
 
     Attributes:
         rejects: The rejected rows.

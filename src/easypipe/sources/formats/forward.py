@@ -166,7 +166,7 @@ class ForwardSource(FileSource):
 
     @cached_property
     def _cuts(self) -> tuple[int, ...]:
-        """For each file with some of the first `num_rows` lines, the plain byte behind the last."""
+        """The plain byte behind the last of the first `num_rows` lines, by file that has some."""
         assert self.num_rows is not None
         left, cuts = self.num_rows, []
         for file in self.files:

@@ -51,7 +51,7 @@ _QUOTE = 34
 
 
 class Keys(NamedTuple):
-    """What the top-level keys of objects hold, filled by observe_keys.
+    """The top-level keys of objects, and the kinds of their values, filled by observe_keys.
 
     Keys are numbered in order of first appearance.
 
@@ -73,6 +73,7 @@ class Keys(NamedTuple):
 
 
 def new_keys() -> Keys:
+    """Returns Keys without any key."""
     return Keys(
         np.zeros(3, np.int64),
         np.full(TABLE, -1, np.int32),

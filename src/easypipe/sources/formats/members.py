@@ -27,7 +27,7 @@ Value = str | np.generic | Array
 
 @dataclass(frozen=True)
 class Kind:
-    """What a byte string holds.
+    """A kind of values that byte strings hold.
 
     Args:
         type: The Arrow type of the column.

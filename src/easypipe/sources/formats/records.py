@@ -140,7 +140,7 @@ class Records(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What the survey of a file found, for reading its rows."""
+    """The layout and the index of a file, for reading its rows."""
 
     layout: Layout
     index: RecordIndex

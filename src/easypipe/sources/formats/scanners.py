@@ -29,9 +29,8 @@ MAX_DEPTH = 200
 _QUOTE, _BACKSLASH, _NEWLINE, _RETURN = 34, 92, 10, 13
 
 
-# Eight bytes at a time (Mycroft's tests, Hacker's Delight 6-1): x has a zero byte where (x - ONES)
-# & ~x & HIGHS is not 0, a byte below 32
-# where (x - 32 * ONES) & ~x & HIGHS is not 0.
+# Eight bytes at a time (Mycroft's tests, Hacker's Delight 6-1): x has a zero byte where
+# (x - ONES) & ~x & HIGHS is not 0, and a byte below 32 where (x - 32 * ONES) & ~x & HIGHS is not 0.
 _ONES = np.uint64(0x0101010101010101)
 _HIGHS = np.uint64(0x8080808080808080)
 _SPACES = np.uint64(0x2020202020202020)

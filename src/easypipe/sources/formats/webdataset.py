@@ -37,7 +37,7 @@ KINDS |= dict.fromkeys(("json", "jsn"), JSON_TEXT)
 
 
 class _Tar(NamedTuple):
-    """What was found in a tar: the keys of rows, and places and kinds of members by column."""
+    """The content of a tar: the keys of rows, and places and kinds of members by column."""
 
     keys: list[str]
     places: dict[str, Int64]  # by column: [rows, 2], where a member begins and ends; -1: none

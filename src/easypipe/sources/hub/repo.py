@@ -28,7 +28,7 @@ BY_RANGES = ("parquet", "arrow")
 
 
 class Listing(NamedTuple):
-    """What a dataset holds at one commit.
+    """The files and the card of a dataset at one commit.
 
     Attributes:
         commit: The hash of the commit.
@@ -181,8 +181,11 @@ class HubRepo:
         )
 
     def _call(self, call: Callable[[], T], revision: str | None = None) -> T:
-        """`call()`, tried again where it fails for a passing reason; what the Hub refuses is said
-        in words.
+        """Returns `call()`, tried again if it fails for a passing reason.
+
+        Raises:
+            MissingFileError: The Hub has no such dataset or revision.
+            SourceError: The dataset is gated, or the Hub cannot be asked.
         """
         from huggingface_hub import errors
 
