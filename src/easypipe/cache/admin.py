@@ -223,6 +223,7 @@ def _datasets(folder: CacheFolder, files: Mapping[str, Found]) -> tuple[CachedDa
 
 
 def _describe(folder: CacheFolder, name: str, found: Found) -> CachedDataset:
+    """Describes the dataset of a manifest."""
     path, age = folder.at(*name.split("/")), max(0.0, time.time() - found.modified)
     key = name.rpartition("/")[2].removesuffix(".json")
     unread = CachedDataset(path=path, age_s=age, in_use=_in_use(folder, key), manifest=None)

@@ -279,6 +279,7 @@ def _map(
 
 @functools.cache
 def _libc() -> Any:
+    """Returns the C library, with the types of mmap(2) and munmap(2)."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [

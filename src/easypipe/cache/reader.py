@@ -68,7 +68,8 @@ class Buffers(NamedTuple):
         offsets_address: UInt64[P], the int64 offsets of the documents in the part, one more than
             there are documents.
         mask_address: UInt64[P], the uint8 loss_mask, one per token; 0 if every token is a target.
-        eos_address: UInt64[P], a uint8 per document: 1 if it already ends with EOS.
+        eos_address: UInt64[P], a uint8 per document (schema.HAS_EOS): 1 if packing adds no EOS
+            behind it.
         file_address: UInt64[P], the first byte of the part's file.
         checked_address: UInt64[P], flags of the blocks that were checked (cache/blocks.py); 0 if
             nothing has to be checked.
@@ -299,11 +300,11 @@ class TokenCache(Source):
         return self._of_each(docs, list_lengths, self._buffers.offsets_address, np.int32)
 
     def has_eos(self, docs: Int64) -> Bools:
-        """Returns for each of `docs` (Int64[n]) whether it needs no EOS behind it: Bool[n]."""
+        """Returns for each of `docs` (Int64[n]) whether packing adds no EOS behind it: Bool[n]."""
         return self._of_each(docs, byte_values, self._buffers.eos_address, np.bool_)
 
     def count_without_eos(self) -> int:
-        """Returns how many documents need an EOS behind them."""
+        """Returns how many documents get an EOS behind them in packing."""
         found = 0
         for first in range(0, len(self._parts), self._files.most):
             stop = min(first + self._files.most, len(self._parts))

@@ -51,7 +51,9 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # fallocate(2)
 
 
 class Staging:
-    """The sparse file, and the least recently used order of the parts in it. It is thread safe.
+    """The sparse file that holds fetched blocks; the least recently used parts are dropped first.
+
+    It is thread safe.
 
     Attributes:
         capacity: The bytes of blocks that it may hold.
@@ -342,9 +344,10 @@ class StagedFiles:
 
     @contextlib.contextmanager
     def hold(self, files: Integers, docs: Int64 | None = None) -> Generator[None]:
-        """Holds tokens and masks of document `docs[i]` (Int64[n]) of part `files[i]` for the block.
+        """Holds tokens and masks of document `docs[i]` (Int64[n]) of part `files[i]`.
 
-        The index of every part is always there.
+        They are in the part's map while the `with` block lasts; the index of every part is always
+        there.
         """
         if docs is None:
             yield

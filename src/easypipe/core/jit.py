@@ -77,6 +77,7 @@ class _Kernel(_Later):
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
+    """Compiles a kernel, after everything that it calls by a global name."""
     import numba
 
     known = function.__globals__

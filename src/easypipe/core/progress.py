@@ -71,6 +71,7 @@ class ProgressLine:
         self._lock = threading.Lock()
 
     def __call__(self, event: ProgressEvent) -> None:
+        """Writes or logs the progress of a stage and dataset, if a line is due."""
         now, live = time.monotonic(), self._stream.isatty()
         pace, key = self._pace.text(event, now), (event.stage, event.dataset)
         ended = event.total is not None and event.done >= event.total

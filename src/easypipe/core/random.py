@@ -44,7 +44,7 @@ def draw_seed() -> int:
 
 
 def mix64(values: UInt64) -> UInt64:
-    """The finalizer of SplitMix64: a bijection of 64-bit words that scatters every bit."""
+    """Applies the finalizer of SplitMix64: a bijection of 64-bit words that scatters every bit."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     return values ^ (values >> np.uint64(31))

@@ -432,6 +432,7 @@ def http_range(fs: Any, url: str, start: int, stop: int, identity: str, timeout_
 
 
 async def _http_facts(fs: Any, url: str) -> HttpFacts:
+    """Asks for the first byte, and reads the facts from the headers of the answer."""
     async with await _get(fs, url, "bytes=0-0") as answer:
         total: int | None = None
         if answer.status == 416:  # an empty file has no first byte
@@ -456,6 +457,7 @@ async def _http_facts(fs: Any, url: str) -> HttpFacts:
 async def _http_range(
     fs: AbstractFileSystem, url: str, start: int, stop: int, identity: str
 ) -> bytes:
+    """Asks for a range, and checks that the answer is that part of the same file."""
     async with await _get(fs, url, f"bytes={start}-{stop - 1}") as answer:
         if answer.status == 416:
             raise ChangedError("the server says that the file is shorter now")

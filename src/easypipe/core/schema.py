@@ -296,6 +296,7 @@ class OutputSchema:
 
 
 def _cast(name: str, values: np.ndarray[Any, Any], kind: DType) -> np.ndarray[Any, Any]:
+    """Casts numbers to a dtype; raises SourceError for a whole number that does not fit."""
     if values.dtype == kind:
         return values
     cast = values.astype(kind)
@@ -336,10 +337,10 @@ class TaskSpec:
 
     @classmethod
     def lm_tiny(cls) -> TaskSpec:
-        """A task that predicts the next token of texts."""
+        """Returns the task that predicts the next token of texts."""
         return cls(name="lm_tiny", modality="text", task_type="causal_lm")
 
     @classmethod
     def vision_tiny(cls) -> TaskSpec:
-        """A task that predicts the class of images of one size."""
+        """Returns the task that predicts the class of images of one size."""
         return cls(name="vision_tiny", modality="vision", task_type="classification")

@@ -329,6 +329,8 @@ class FileSource(Source):
             return self._opened
 
     def _look(self) -> _Opened:
+        """Looks over all files at once, and brings their schemas together."""
+
         def one(file: FileRef) -> Survey:
             if file.num_bytes == 0:
                 raise file.error("is empty (0 bytes)", "Remove it from data_files.")
@@ -389,6 +391,7 @@ class FileSource(Source):
         )
 
     def _require(self, data: pa.Schema, surveys: Sequence[Survey]) -> None:
+        """Raises SchemaError for a column of `columns` that no file has."""
         for name in self.columns or ():
             if name not in data.names:
                 pairs = zip(self.files, surveys, strict=True)
@@ -427,6 +430,7 @@ class _Opened:
 
 
 def _names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Returns `columns` as a tuple; raises ConfigError for what is no list of different names."""
     if columns is None:
         return None
     names = tuple(columns) if not isinstance(columns, str) else ()

@@ -266,6 +266,7 @@ def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
 
 
 def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str) -> pa.Array:
+    """Returns a column's values as an array; raises SourceError for one that does not fit."""
     try:
         if is_json(field.type):
             return as_json(values)

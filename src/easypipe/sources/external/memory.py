@@ -91,6 +91,7 @@ class InMemoryShardedSource(Source):
 
 
 def _table(data: Any, name: str) -> pa.Table:
+    """Returns the data of a user as a table; raises SourceError for what holds no rows."""
     if isinstance(data, pa.Table):
         return data
     if isinstance(data, pa.RecordBatch):
@@ -147,6 +148,7 @@ def _holds_null(value: Any) -> bool:
 
 
 def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:
+    """Returns a column's values as an array; raises SourceError if they have no common type."""
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return values
     if isinstance(values, np.ndarray) and values.ndim > 1:

@@ -351,6 +351,7 @@ class OwnSource(Source):
             remember_checked(path, {"shards": shards, "schema": schema_text(self._whole)})
 
     def _recall(self) -> None:
+        """Takes over what an earlier process found out."""
         path = self._path()
         known = {shard.name: shard for shard in self._given.shards}
 

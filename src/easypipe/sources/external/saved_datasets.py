@@ -107,6 +107,7 @@ def _inside(names: Sequence[Any], at: Path) -> list[str]:
 
 
 def _read(path: Path) -> JsonObject:
+    """Returns the JSON object in a file of the folder."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -109,6 +109,7 @@ class TokenShardedSource(RecordSource):
         self._indexes = {path: index for path, index in found.items() if index is not None}
 
     def _survey(self, file: FileRef) -> Survey:
+        """Finds out where the documents of a file lie: by its index, its shape, or the layout."""
         if file.path in self._indexes:
             self._refuse(file, "an .idx lies beside it, which says where documents lie")
             index = open_index(self._indexes[file.path], file)

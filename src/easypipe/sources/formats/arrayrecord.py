@@ -123,6 +123,7 @@ class ArrayRecordShardedSource(FileSource):
 
 
 def _open(file: FileRef) -> Any:
+    """Returns the reader of a local file; raises SourceError if it cannot be read."""
     if file.remote:
         raise file.error("ArrayRecord files are read locally only", "Copy them to this machine.")
     fix = "pip install 'easypipe[arrayrecord]'."

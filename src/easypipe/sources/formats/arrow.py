@@ -47,6 +47,7 @@ class ArrowShardedSource(FileSource):
     kind = "arrow"
 
     def _survey(self, file: FileRef) -> Survey:
+        """Counts the rows of each batch, by the footer of a file or through all of a stream."""
         head = read_range(file, 0, min(8, file.num_bytes))
         with library_errors(file.path, "Arrow data"), _open(file) as opened:
             if head.startswith(FILE_MAGIC):

@@ -57,6 +57,7 @@ class CsvShardedSource(RecordSource):
 
 
 def _parse(header: list[str], delimiter: str, piece: Records, fields: pa.Schema) -> Rows:
+    """Returns the rows of some records, and the rejects among them."""
     block = partial(_block, header, delimiter, fields.names)
     filled = piece.ends > piece.starts
     rejects = list(left_out(np.flatnonzero(~filled) + piece.row, "blank_line", "a blank line"))

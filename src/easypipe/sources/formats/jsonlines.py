@@ -60,6 +60,7 @@ class JsonShardedSource(RecordSource):
     _exact: Sequence[str] = ()  # the columns of Source.exactly
 
     def _lay_out(self, file: FileRef) -> Layout:
+        """Tells lines from one array by the first character that is not white space."""
         head = read_head(file, 1 << 16, self._plain)
         start = len(BOM) if head.startswith(BOM) else 0
         text = head[start:]

@@ -262,6 +262,7 @@ class Observer:
         self._nulls: set[str] = set()
 
     def __call__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        """Adds the types of some records: record i is `data[starts[i]:ends[i]]`."""
         flags = self._observe(data, starts, ends)
         kinds = self._keys.kinds[: self._keys.counts[0]]
         if (kinds >= OBJECT).any():
@@ -441,6 +442,7 @@ def _without_times(kind: pa.DataType) -> pa.DataType:
 
 
 def _type_of(value: Any) -> pa.DataType:
+    """Returns the Arrow type of a JSON value; raises TypeConflict if its insides have none."""
     if value is None:
         return pa.null()
     if isinstance(value, bool):

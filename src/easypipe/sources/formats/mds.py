@@ -84,6 +84,7 @@ class MdsShardedSource(FileSource):
                     raise MissingFileError(at=whole, problem=problem, fix=COPY)
 
     def _survey(self, file: FileRef) -> Survey:
+        """Reads the header of a shard, and checks it against the file and its index."""
         head = _uint32(self._plain.fetch(file, 0, 4))
         behind = 4 + 4 * (int(head[0]) + 1) if len(head) else 0
         offsets = _uint32(self._plain.fetch(file, 4, behind)).astype(np.int64)

@@ -72,6 +72,7 @@ class ParquetShardedSource(FileSource):
         self._places: dict[str, tuple[threading.Lock, list[_Place]]] = {}  # by path
 
     def _survey(self, file: FileRef) -> Survey:
+        """Reads the footer, and places cuts at row groups and within large ones."""
         _check_magic(file)
         with open_binary(file, JUMP_BYTES) as opened, _library_errors(file):
             parquet = pq.ParquetFile(opened)
@@ -97,6 +98,7 @@ class ParquetShardedSource(FileSource):
     def _rows(
         self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
     ) -> Rows:
+        """Reads consecutive whole groups at once, and parts of groups through their places."""
         groups: _Groups = survey.detail
         columns = tuple(fields.names)
         parts: list[pa.Table] = []
@@ -221,6 +223,7 @@ def _group_bytes(metadata: pq.FileMetaData, group: int, columns: tuple[str, ...]
 
 
 def _check_magic(file: FileRef) -> None:
+    """Raises SourceError if a file does not begin and end as parquet does."""
     head = read_range(file, 0, min(4, file.num_bytes))
     if head == b"PARE":
         raise file.error("is an encrypted parquet file", "Decrypt it first.")

@@ -375,6 +375,7 @@ def _to_json(index: RecordIndex) -> JsonObject:
 
 
 def _from_json(value: Any) -> RecordIndex:
+    """Returns the index that `_to_json` wrote; raises ValueError if its entries are impossible."""
     rows, offsets = (
         np.frombuffer(base64.b64decode(value[key], validate=True), "<i8").astype(np.int64)
         for key in ("rows", "offsets")

@@ -279,6 +279,7 @@ class _Unpacking:
         return self._kind == "bz2" and self._engine is not None and not self._engine.needs_input
 
     def _decompress(self) -> bytes:
+        """Decompresses some of the input; b"" if it needs more to go on."""
         engine, given = self._engine, self._rest
         try:
             if self._kind == "gz":

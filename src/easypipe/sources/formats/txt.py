@@ -90,6 +90,7 @@ def parse_lines(piece: Records, fields: pa.Schema) -> Rows:
 
 
 def _gathered(piece: Records, flags: np.ndarray) -> Rows:
+    """Returns the GOOD texts as rows, and the BLANK ones as rejects."""
     good = np.flatnonzero(flags == GOOD)
     out = np.empty(int((piece.ends - piece.starts)[good].sum()), np.uint8)
     offsets = np.empty(len(good) + 1, np.int64)

@@ -55,6 +55,7 @@ class WebDatasetShardedSource(FileSource):
     kind = "webdataset"
 
     def _survey(self, file: FileRef) -> Survey:
+        """Groups the members of a tar into rows and columns."""
         keys, members, ended = self._members(file)
         kinds: dict[str, Kind] = {}
         places: dict[str, Int64] = {}

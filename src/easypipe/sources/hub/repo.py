@@ -160,6 +160,7 @@ class HubRepo:
         )
 
     def _info(self, revision: str | None) -> Listing:
+        """Returns what the Hub lists for a revision."""
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=self._endpoint, token=self._token)
