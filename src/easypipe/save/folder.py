@@ -200,12 +200,10 @@ def open_run(
     Changes nothing. Files that no run wrote are never removed.
 
     Args:
-        folder: The folder.
         fingerprint: The fingerprint of the run.
         overwrite: Whether another run may be replaced.
         before: The fingerprint by easypipe 0.1 of the same config, so that a refusal can say why
             its folder is not taken for this run.
-        storage_options: As in SaveStageConfig.
 
     Raises:
         ConfigError: Something else is there and `overwrite` is False.

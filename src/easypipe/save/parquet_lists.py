@@ -198,9 +198,7 @@ def _compressor(codec: str) -> Callable[[memoryview], Any]:
 
 
 def _entries(values: Any) -> int:
-    """Returns the size of a dictionary 0, 1, 2, ... of the values; 0 if plain ones are
-    better.
-    """
+    """Returns the size of a dictionary 0, 1, 2, ... of the values; 0 if plain is better."""
     if values.type not in (pa.uint8(), pa.uint16()) or len(values) == values.null_count:
         return 0
     entries = int(pc.call_function("max", [values]).as_py()) + 1

@@ -23,7 +23,6 @@ def publication(
     Args:
         folders: The saved folders by dataset.
         repo_id: The repository.
-        storage_options: As in SaveStageConfig.
 
     Raises:
         CacheError, MissingFileError: As in `load_saved`.

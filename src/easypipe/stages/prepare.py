@@ -90,7 +90,6 @@ def prepare_sources(
 
     Args:
         data: The sources at the end of the chain.
-        context: The context of the pipeline.
         num_epochs: How many epochs are planned; None: without end.
     """
     for documents in documents_of(data, context):

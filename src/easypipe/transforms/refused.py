@@ -11,7 +11,7 @@ EMPTY = "empty"  # the text has no characters, or white space alone
 TOO_LONG = "too_long"
 # the template took more time, memory or characters than a row may take
 BEYOND_LIMITS = "beyond_limits"
-# the prompt's options mention `reasoning`, and the chat template never prints it
+# the option `reasoning` has no effect, since the chat template never prints reasoning
 UNPRINTED_REASONING = "unprinted_reasoning"
 # such rows are dropped and counted; they are no errors
 BENIGN = (NOTHING_TO_TRAIN, EMPTY, TOO_LONG)

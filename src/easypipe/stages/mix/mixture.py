@@ -279,7 +279,7 @@ class Mixture:
         return recall_checked(self._checkpoint_path(plan), states, what="the plan") or ()
 
     def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
-        """Returns a dataset as plans see it; documents that lack an EOS are longer by `eos`."""
+        """Returns a dataset as plans see it; `eos` adds a token to documents without one."""
         cache = self._caches[i]
         tokens, fingerprint, lengths = cache.total_tokens, cache.fingerprint, cache.lengths
         if eos is not None:

@@ -45,7 +45,6 @@ class PackStage(BaseStage):
     """The pack stage: every dataset becomes a PackedShardedSource.
 
     Args:
-        config: The options.
         chosen: False where a compat API sets options that its user cannot; no warning speaks of
             them.
     """

@@ -92,7 +92,7 @@ class DatasetPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A run of `steps` batches over `rows` rows.
+    """What a run of `steps` batches over `rows` rows would do.
 
     Args:
         unit: What weights and realised shares count: documents ("rows"), or "tokens".

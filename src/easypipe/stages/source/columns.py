@@ -120,8 +120,6 @@ def kept_columns(
     """Returns the columns of a source that stay beside its tokens.
 
     Args:
-        name: The name of the dataset.
-        source: Its source.
         additional: The additional_fields, which stay.
         remove: All columns but these stay; None keeps `additional` alone.
         at: The key path of the dataset, for errors.

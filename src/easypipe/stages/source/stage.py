@@ -116,8 +116,6 @@ def open_dataset(
     """Opens the source of a dataset, with its formatting.
 
     Args:
-        dataset: The config of the dataset.
-        context: The context of the pipeline.
         first_rows: Only so many rows, from the head of the first file; None: all rows.
 
     Raises:

@@ -103,9 +103,6 @@ class EncodedSource(Source):
         """Returns what `scan` gives, with what was counted on the way.
 
         Args:
-            shard: The number of the shard.
-            start: The first row.
-            stop: The row behind the last.
             audit_key: As in `encode_texts`.
         """
         encoder = self.writer.encoder
@@ -142,7 +139,6 @@ class TokenizedShardedSource(EncodedSource):
 
         Args:
             source: The source of text.
-            tokenizer: Its tokenizer.
             dataset: The name of the dataset.
             cache_dir: The folder of the token cache, on this machine or as a CacheFolder.
             content_field: The column of text, where no form is given.

@@ -83,8 +83,8 @@ SAMPLE_BYTES = 64 << 10
 # rows as Python objects at a time: the garbage collector visits all that exist again and again
 ROWS_AT_A_TIME = 1000
 IMPORT_VERSION = 1
-# Counts up for documents with a loss mask: one that ends with EOS and one token more needs no
-# other.
+# Version for documents with a loss mask. In 2, one that ends with EOS and one more token (as after
+# a chat template) needs no other EOS.
 MASKED_VERSION = 2
 
 

@@ -156,9 +156,7 @@ class PromptEngine:
         )
 
     def render_split(self, rows: Sequence[Row], room: int) -> list[list[Rendered | Refused]]:
-        """Returns the texts of at most `room` tokens that each row is cut into, where
-        `splits`.
-        """
+        """Returns the texts of at most `room` tokens into which each row is cut, if `splits`."""
         assert isinstance(self.format, ChatFormat)
         return self.format.split(rows, self.render_rows(rows), self.tokenizer, room)
 
@@ -198,8 +196,6 @@ class PromptEngine:
         """Writes rows as texts.
 
         Args:
-            rows: The rows.
-            numbers: Their numbers.
             room: Most tokens of texts that are cut between turns; None cuts none.
 
         Returns:

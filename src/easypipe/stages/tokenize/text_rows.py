@@ -160,10 +160,6 @@ def read_texts(
     """Reads the texts of rows `start` to `stop`, and why other rows have none.
 
     Args:
-        source: The source.
-        shard: The number of the shard.
-        start: The first row.
-        stop: The row behind the last.
         content_field: The column of text.
         blanks: Whether texts of white space alone are documents too; empty ones never are.
 

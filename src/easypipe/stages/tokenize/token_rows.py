@@ -237,9 +237,7 @@ def _refused_strings(texts: Texts, strings: Int64, tokenizer: Tokenizer) -> dict
     """Returns the texts that special_strings="error" refuses, by their numbers.
 
     Args:
-        texts: The texts.
         strings: Int64[n], the number of special strings in each.
-        tokenizer: The tokenizer.
     """
     if tokenizer.special.policy != "error":
         return {}
@@ -299,9 +297,7 @@ def _audit(
     """Encodes one text in a thousand again with the reference, to tokens and loss masks.
 
     Args:
-        texts: The texts.
         made: Their tokens by the fast backend.
-        tokenizer: The tokenizer.
         key: Decides which texts.
         at: What errors call the file.
         raw: As in `encode_texts`.

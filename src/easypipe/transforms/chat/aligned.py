@@ -37,8 +37,6 @@ class Aligned:
     Args:
         known: What ends and begins turns.
         text: The text of the conversation.
-        messages: The conversation.
-        tools: Its tools.
         others: The messages that are replaced besides the assistant's.
         empty_thoughts: As in Spans.
 

@@ -82,7 +82,6 @@ class MessageReader:
 
         Args:
             talk: The messages.
-            tools: The tools.
             examples: Messages that are put before the first turn.
             system: The row's own system prompt, which is preferred to that of all rows.
         """
@@ -277,7 +276,6 @@ def cleaned(value: Json, keep: Sequence[str] = ()) -> Json:
     """Returns a value without the keys that Arrow fills with null because other rows have them.
 
     Args:
-        value: The value.
         keep: Outermost keys that stay.
     """
     if isinstance(value, dict):

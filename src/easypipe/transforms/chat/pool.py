@@ -95,7 +95,6 @@ def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Ans
 
     Args:
         spec: What the rows are written with, see worker.py.
-        rows: The rows.
     """
     under_way: deque[tuple[_Worker, int]] = deque()
     try:

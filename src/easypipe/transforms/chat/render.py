@@ -170,8 +170,6 @@ def answers_of(
     """Returns what worker processes make of rows with the template of `spec` (see worker.py).
 
     Args:
-        spec: What the rows are written with.
-        rows: The rows.
         origin: What errors call the template.
     """
     done = {i: row for i, row in enumerate(rows) if isinstance(row, Refused)}
@@ -214,7 +212,6 @@ def load_chat_template(
     """Loads the tokenizer's own template, or the given one: a file, its text, or a built-in name.
 
     Args:
-        tokenizer: The tokenizer.
         chat_template: The given template; None takes the tokenizer's own.
         train_on: As in ChatTemplate, like all options that are not described here.
         kwargs: Further variables of the template, as `apply_chat_template` of transformers takes

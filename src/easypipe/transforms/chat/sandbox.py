@@ -110,8 +110,6 @@ class Template:
         """Renders a conversation.
 
         Args:
-            messages: The messages.
-            tools: The tools.
             prompt: Whether to open an assistant turn at the end.
 
         Returns:
@@ -183,9 +181,7 @@ class Template:
         return text, [(start, start + len(inner)) for start, inner in found if inner]
 
     def _printed_address(self, text: str, variables: Mapping[str, Json]) -> str | None:
-        """Returns an address in memory that only the text holds, not what the template was
-        given.
-        """
+        """Returns an address in memory that the text has and the template was not given."""
         given = [self._source, *texts_within(variables)]
         found = (match[0] for match in _ADDRESS.finditer(text))
         return next(

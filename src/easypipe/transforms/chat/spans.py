@@ -67,7 +67,6 @@ def turns_to_train(
     """Returns the numbers of the messages that are trained.
 
     Args:
-        messages: The conversation.
         train_on: Which turns are trained where their own `train` or `weight` does not say.
         roles: Whose turns train_on chooses among.
         prompt: How many of the first messages are a prompt, which is not trained.
@@ -120,8 +119,6 @@ class Spans:
         """Writes a conversation, and finds the characters that are trained.
 
         Args:
-            messages: The conversation.
-            tools: Its tools.
             train_on: Which turns are trained where their own `train` or `weight` does not say;
                 templates do not see those keys.
             answers: How many of the last messages answer the others, which are a prompt; None where

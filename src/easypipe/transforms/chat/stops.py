@@ -49,7 +49,6 @@ class Turns:
     """The knowledge of what ends and begins the turns of one template.
 
     Args:
-        template: The template.
         closers: The special tokens of the tokenizer.
     """
 
@@ -119,7 +118,7 @@ class Turns:
         *,
         prompt: bool,
     ) -> str:
-        """Returns what the template writes behind a word; "" if it refuses such a talk."""
+        """Returns what the template writes behind a word; "" if it refuses these messages."""
         try:
             return self.template.render(messages, tools, prompt=prompt)[0].rpartition(word)[2]
         except RenderError:

@@ -156,10 +156,8 @@ def split_at_turns(
     stays whole, as does what fits.
 
     Args:
-        template: The template.
         answers: The rendered conversations.
         request: Returns what the answer of that number was rendered from.
-        tokenizer: The tokenizer.
         room: The most tokens of a piece.
 
     Raises:
@@ -277,9 +275,7 @@ def _questions(messages: Sequence[Message]) -> list[int]:
 
 
 def _flagged(messages: Sequence[Message], train_on: str) -> Sequence[Message]:
-    """Returns the messages, with flags on answers whose place decides whether they are
-    trained.
-    """
+    """Returns the messages, with flags on answers whose place decides on their training."""
     if train_on == "assistant":
         return messages
     trained = turns_to_train(messages, train_on, ("assistant",))
@@ -332,7 +328,6 @@ def _ended(piece: Rendered, trained: str) -> Rendered:
     A template may write an end of the whole behind it, or leave out the end of a turn there.
 
     Args:
-        piece: The piece.
         trained: What the whole trains of the last turn of the piece.
     """
     *before, (first, last) = piece.spans

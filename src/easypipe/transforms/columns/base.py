@@ -319,7 +319,6 @@ class TransformedSource(Source):
         """Reads no rows.
 
         Args:
-            source: The source.
             transform: A transform, or several in their order.
             on_error: What happens at a row on which the transform fails. "error" raises
                 SourceError, naming file and row; "skip" and "quarantine" leave such rows out and

@@ -118,7 +118,6 @@ def match_columns(
     A column is used once, and better reasons choose first, over all slots.
 
     Args:
-        slots: The slots.
         fitting: For each slot the columns whose type it could have.
         fuzzy: Whether names that are merely alike count too.
         given: What the user has decided.
@@ -334,7 +333,6 @@ def guess_kind(
     """Guesses what rows with this schema are.
 
     Args:
-        schema: The schema.
         rows: Some of the first rows, which tell who speaks, and what lists in JSON text hold.
         kind: The kind, if the user has decided it.
         columns: The columns of slots that the user has decided; the guess is of the rest.

@@ -37,7 +37,6 @@ class FewShot:
         """Reads and writes the examples.
 
         Args:
-            config: The options.
             columns: The columns that every example must have.
             plain: Returns a row in the form in which rows are compared.
             write: Returns examples in the form in which they are put before rows.

@@ -69,8 +69,6 @@ class ChatFormat:
     """The format of messages that a chat template writes.
 
     Args:
-        config: The options.
-        template: The chat template.
         refuse: Strings that no message may hold, since the template writes the special tokens.
         trim: The lengths for which oldest turns are left out; None leaves none out.
     """
@@ -282,7 +280,6 @@ class TemplateFormat:
     The template has `{column}`s, or is in Jinja2.
 
     Args:
-        config: The options.
         names: Special tokens that Jinja templates may print.
         lengths: The lengths whose budgets columns are cut to; None cuts none.
     """
@@ -471,7 +468,6 @@ class JinjaTemplate:
 
     Args:
         source: The template.
-        config: The options.
         names: As in ChatTemplate.
         everything: Whether all of the text is trained.
         origin: Where the template is from, for errors.

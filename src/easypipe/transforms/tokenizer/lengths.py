@@ -409,7 +409,6 @@ class _Edges:
         """Finds the edges of a text.
 
         Args:
-            text: The text.
             stops: Int64[tokens], the character behind each token.
             kind: The wanted boundary; None finds no edges.
             start: The position of the first token.

@@ -97,7 +97,6 @@ def prove(
     Args:
         engine: gigatoken.
         reference: Returns the ids of texts by `tokenizers`.
-        texts: The texts.
         kind: What the texts are, for the message: "hostile texts", "texts of dataset x".
     """
     offsets, ids = engine.encode(texts)

@@ -104,7 +104,6 @@ class SpecialStrings:
         """Applies the policy to encoded texts.
 
         Args:
-            texts: The texts.
             tokens: Their tokens as the encoder gives them, without special tokens around them.
             encode: Encodes a text, given with its number, as ordinary text.
 
@@ -147,7 +146,7 @@ class SpecialStrings:
         return int(np.isin(ids, list(self._unknown)).sum())
 
     def first_in(self, text: str) -> str | None:
-        """Returns a special string that stands in `text`, or None."""
+        """Returns a special string that `text` holds, or None."""
         return next((one for one in self._strings.values() if one in text), None)
 
 

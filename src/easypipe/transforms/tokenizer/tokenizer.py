@@ -263,7 +263,6 @@ class Tokenizer:
         """Encodes one text with `tokenizers` and its own post-processor, whatever backend runs.
 
         Args:
-            text: The text.
             whole: Whether max_length cuts nothing.
         """
         reference = self.special.escaped if self.special.policy == "escape" else self._reference
@@ -283,7 +282,6 @@ class Tokenizer:
         """Encodes texts with `tokenizers`, without special tokens, and locates every token.
 
         Args:
-            texts: The texts.
             escaped: Whether special strings are taken for ordinary text.
 
         Yields:
