@@ -1,6 +1,6 @@
-"""The command line: its commands, and what becomes of errors.
+"""Registers the commands, reads global options, and turns errors into messages and exit codes.
 
-People see one line of an error; the traceback is shown with --debug.
+Users see one line of an error; --debug shows the traceback.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-# name, what is called, and the examples that its --help ends with
+# (name, function, examples at the end of its --help)
 COMMANDS: tuple[tuple[str, Callable[..., None], tuple[str, ...]], ...] = (
     ("quickstart", quickstart, ("quickstart", "quickstart --output-dir try --set train.steps=50")),
     ("init", init, ("init sft", "init pretrain --out configs/mine.yaml")),
@@ -152,11 +152,12 @@ def options(
 
 
 def run(arguments: Sequence[str] | None) -> int:
+    """Runs the command that the arguments name, and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII shows the rest as numbers
+        if isinstance(stream, io.TextIOWrapper):  # for terminals that show ASCII alone
             stream.reconfigure(errors="backslashreplace")
-    # accepted anywhere, so that they can be put behind a command that failed
+    # These are accepted anywhere, so that they can be appended to a command that failed.
     anywhere: list[str] = []
     for flag, values in (("--allow-code", 0), ("--debug", 0), ("--trust-endpoint", 1)):
         while flag in given:
@@ -168,7 +169,7 @@ def run(arguments: Sequence[str] | None) -> int:
     try:
         with naming_extra():
             code = app(given, prog_name="easypipe", standalone_mode=False)
-        if code == STOPPED:  # typer turns Ctrl-C into this
+        if code == STOPPED:  # typer returns this after Ctrl-C
             _say("stopped; run the same command again to go on")
             _end_others(code, KeyboardInterrupt("stopped"))
         return code if isinstance(code, int) else 0
@@ -181,7 +182,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _end_others(code: int, error: BaseException) -> None:
-    """Where this process is one of several of a run, none of them goes on without it."""
+    """Ends the other processes of a run of several, which cannot go on without this one."""
     if "easypipe.train.parallel.distributed" in sys.modules:
         from easypipe.train.parallel.distributed import leave
 
@@ -189,17 +190,17 @@ def _end_others(code: int, error: BaseException) -> None:
 
 
 def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
-    """Says what went wrong, and returns the exit code that goes with it.
+    """Prints an error, and returns its exit code.
 
-    Raises the error where `debug`, but for one of the command line itself.
+    With `debug` it raises the error instead, unless that is one of the command line's usage.
     """
     if isinstance(error, EasypipeError):
         if debug:
             raise error
         _say(str(error))
-        # only errors with notes have the attribute
+        # Only errors with notes have the attribute.
         for note in getattr(error, "__notes__", ()):
-            # jax says so of every error that passes through it
+            # jax adds this note to every error that passes through it.
             if "JAX has removed its internal frames" not in note:
                 _say(f"  {note}")
         return error.exit_code
@@ -210,8 +211,8 @@ def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
         return int(getattr(error, "exit_code", 2))
     if debug:
         raise error
-    if isinstance(error, BrokenPipeError):  # who reads what is printed has seen enough
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (which is flushed at the end)
+    if isinstance(error, BrokenPipeError):  # the reader of the output has closed it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (flushed at the exit)
         return 1
     if isinstance(error, OSError) and error.errno is not None:
         _say(f"{error.filename or 'output'}: {error.strerror}. Check space and permissions.")
@@ -227,7 +228,7 @@ def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
 
 
 def _say_how_to_set(problem: str, given: Sequence[str]) -> None:
-    """Of an option that no command has, where it is a key of a config, how the config takes it."""
+    """Prints how to set a key of the config, if it was given as an option that no command has."""
     option = re.match("No such option: (--[a-z_-]+)", problem)
     called = next((command for name, command, _ in COMMANDS if name in given), None)
     if option is None or called is None or "overrides" not in called.__annotations__:
@@ -237,20 +238,22 @@ def _say_how_to_set(problem: str, given: Sequence[str]) -> None:
 
 
 def _say(text: str) -> None:
+    """Prints a line on stderr."""
     from easypipe.cli.terminal import Terminal
 
     Terminal(stderr=True, soft_wrap=True).print(f"easypipe: {text}")
 
 
 def _log(level: int) -> None:
+    """Sends the package's log to the terminal."""
     from rich.logging import RichHandler
 
     from easypipe.cli.terminal import Terminal
 
     logger = logging.getLogger("easypipe")
     logger.setLevel(level)
-    # the one that draws progress bars, or they tear
+    # Uses the console that draws progress bars, which would be torn otherwise.
     terminal = console() if console().is_terminal else Terminal(stderr=True)
     handler = RichHandler(level, terminal, show_time=False, show_path=False, markup=False)
     logger.handlers = [handler]
-    logger.propagate = False  # some libraries give the root logger a handler of their own
+    logger.propagate = False  # libraries may add handlers to the root logger

@@ -1,7 +1,7 @@
-"""Arguments and options that several commands have, and how a shell completes them.
+"""Arguments and options that several commands share, and their shell completion.
 
-Commands import what they work with when they are called: `easypipe --help` and completion need none
-of it.
+Commands import what they need when they are called: `easypipe --help` and completion need none of
+it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from easypipe.cli.keys import complete_key
 
 
 def examples(*lines: str) -> str:
-    """What the --help of a command ends with; the first character keeps its lines as they are."""
+    """Returns the end of a command's --help. Its first character makes typer keep the lines as they
+    are.
+    """
     return "\b\nExamples:\n" + "\n".join(f"  easypipe {line}" for line in lines)
 
 
 def complete_config(incomplete: str) -> list[str]:
-    """YAML files and folders that begin with what was typed."""
+    """Returns YAML files and folders that begin with what was typed."""
     typed = Path(incomplete)
     folder, begun = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
     try:
         near = sorted(path for path in folder.expanduser().iterdir() if path.name.startswith(begun))
-    except (OSError, RuntimeError):  # also a home that is not there
+    except (OSError, RuntimeError):  # RuntimeError: there is no such home
         return []
     prefix = incomplete.removesuffix(begun)
     hidden = begun.startswith(".")

@@ -115,7 +115,11 @@ def clear(
 
 
 def _folder(given: str | None) -> CacheFolder:
-    """The cache at `given`, else the usual one. Raises ConfigError where that is a file."""
+    """Returns the cache at `given`, else the default one.
+
+    Raises:
+        ConfigError: It is a file.
+    """
     from easypipe.cache.location import cache_folder
     from easypipe.core.errors import require
 
@@ -131,7 +135,7 @@ def _folder(given: str | None) -> CacheFolder:
 
 
 def _plain(one: CachedDataset) -> JsonObject:
-    """Without the manifest, which `easypipe verify` looks into."""
+    """Returns the fields of a dataset without the manifest, which `easypipe verify` checks."""
     from easypipe.core.config import fields_of
 
     values = fields_of(one) | {"path": str(one.path)}
@@ -139,6 +143,7 @@ def _plain(one: CachedDataset) -> JsonObject:
 
 
 def _age(seconds: float) -> str:
+    """Formats an age in its largest unit."""
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,6 +1,6 @@
-"""What commands read of a config: its data, and of a run its steps and seed.
+"""What commands read from a config: its data, and the steps and seed of a run.
 
-No jax is loaded for this.
+This file loads no jax.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from easypipe.train.config import TrainingConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.record import recorded_seed
 
-TASK = "task"  # the key by which a run on images is told from one on text
+TASK = "task"  # the key that only runs on images have
 
 
 @dataclass(frozen=True)
 class Described:
-    """steps: of the run, where its config says so. within: what stands before the keys of `data` in
-    the file, "data." in a run config.
-    output_dir: of the run.
+    """What a config file says.
+
+    Attributes:
+        data: The data.
+        steps: The steps of the run, if its config gives them.
+        within: The prefix of the keys of `data` in the file, "data." in a run config.
+        output_dir: The output folder of the run.
     """
 
     data: PipelineConfig
@@ -38,7 +42,15 @@ class Described:
     output_dir: Path | None = None
 
     def refuse_streaming(self, problem: str, then: str) -> None:
-        """Raises ConfigError where `data` streams. then: what can be done without it."""
+        """Checks that `data` does not stream.
+
+        Args:
+            problem: What streaming makes impossible.
+            then: What can be done without streaming.
+
+        Raises:
+            ConfigError: It streams.
+        """
         at = f"{self.within}streaming"
         require(
             not self.data.streaming,
@@ -48,21 +60,28 @@ class Described:
         )
 
     def placed(self) -> AbstractContextManager[None]:
-        """Within it errors name keys as the file does."""
+        """Returns a context manager in which errors name keys as the file does."""
         return placed(self.within.rstrip("."))
 
     def pipeline(self, **options: Any) -> Pipeline:
-        """The chain up to where batches are made; nothing is saved and nothing put on a device."""
+        """Returns the chain up to batches; nothing is saved and nothing is put on a device."""
         return chain(self.data, save=False, **options)
 
     def loaded(self, **options: Any) -> Pipeline:
-        """The same, with batches as the run makes them, but on no device."""
+        """Returns the same chain with the batches of the run, but on no device."""
         return self.pipeline(**options).load(host_load(self.data))
 
 
 def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -> Described:
-    """Raises ConfigError naming the key path of what is wrong; also where `needs_seed` and neither
-    the config nor its run has a seed.
+    """Reads a config file.
+
+    Args:
+        config: The file.
+        overrides: `key.path=value` overrides.
+        needs_seed: Whether a seed is required, from the config or from its run.
+
+    Raises:
+        ConfigError: Something is wrong or the seed is missing; names the key path.
     """
     values = file_values(config, overrides)
     data, _ = data_of(values)
@@ -89,13 +108,17 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
 
 
 def of_images(config: Path, overrides: list[str]) -> bool:
-    """Whether it is a config of ClassifyConfig, and not one of text."""
+    """Returns whether the file is a ClassifyConfig, for a run on images."""
     return TASK in file_values(config, overrides)
 
 
 def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
-    """The data of a run config, or a pipeline config on its own. The model is not looked at: no jax
-    is needed to prepare data.
+    """Returns the data and the held-out data of a run config, or a pipeline config alone.
+
+    The model is not read: preparing data needs no jax.
+
+    Raises:
+        ConfigError: It is a run on images, or something is wrong; names the key path.
     """
     require(
         TASK not in values,

@@ -1,4 +1,4 @@
-"""`easypipe discover`: what is in a dataset, and a config that would read it."""
+"""`easypipe discover`: shows what a dataset holds, and a config that reads it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from easypipe.discovery.findings import Discovery
     from easypipe.discovery.proposal import Proposal
 
-# exit code: all that was found is printed, but of some part no config, as columns or roles are to
-# be decided first
+# The exit code if the findings are printed, but some part has no config because columns or roles
+# must be decided first.
 UNDECIDED = 3
 EXAMPLES = {"--column": "prompt=question", "--role": "bot=assistant"}
 
@@ -104,6 +104,7 @@ def discover(
 
 
 def _show(found: Discovery, proposals: Sequence[Proposal | ConfigError]) -> None:
+    """Prints the findings, and the proposed config of each part."""
     say(str(found))
     for part, made in zip(found.parts, proposals, strict=True):
         of = f" ({part.files[0]})" if part.files else ""
@@ -115,7 +116,7 @@ def _show(found: Discovery, proposals: Sequence[Proposal | ConfigError]) -> None
 def _proposals(
     found: Discovery, columns: dict[str, str], roles: dict[str, str]
 ) -> Iterator[Proposal | ConfigError]:
-    """Of every part what is proposed, or the error that says why nothing is."""
+    """Yields what is proposed for each part, or the error that says why nothing is."""
     for part in found.parts:
         try:
             yield part.propose(columns=columns or None, roles=roles or None)
@@ -124,6 +125,7 @@ def _proposals(
 
 
 def _decisions(texts: list[str] | None, option: str) -> dict[str, str]:
+    """Returns the decisions `name=meaning` of an option."""
     decided: dict[str, str] = {}
     for text in texts or ():
         name, equals, meaning = text.partition("=")

@@ -1,4 +1,4 @@
-"""`easypipe doctor`: tries the laws on this machine, or on a config and the first of its data."""
+"""`easypipe doctor`: tests the laws on this machine, or on a config and the start of its data."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def doctor(
     )
     log = logging.getLogger("easypipe")
     if log.level > logging.DEBUG:
-        log.setLevel(logging.WARNING)  # what is usual is no finding
+        log.setLevel(logging.WARNING)  # usual messages are not findings
     costs: list[str] = []
     findings: list[Finding] = []
     if machine:
@@ -90,7 +90,7 @@ def doctor(
 
 
 def _cost(config: Path, overrides: list[str], rows: int) -> str:
-    """What the checks of a config take, said before they begin."""
+    """Returns what the checks of a config take, which is printed before they begin."""
     from easypipe.cli.configs import described
 
     found = described(config, overrides)
@@ -107,6 +107,7 @@ def _cost(config: Path, overrides: list[str], rows: int) -> str:
 
 
 def _of_config(config: Path, overrides: list[str], inside: Path, rows: int) -> list[Check]:
+    """Returns the checks of a config."""
     from easypipe.cli.configs import described
     from easypipe.doctor.data import Sample, data_checks
     from easypipe.doctor.processes import process_checks
@@ -115,7 +116,7 @@ def _of_config(config: Path, overrides: list[str], inside: Path, rows: int) -> l
     sample = Sample(found.data, inside, rows)
     checks = [*data_checks(sample), *process_checks(sample)]
     if found.within:
-        # jax, only where there is a model
+        # This loads jax, only if there is a model.
         from easypipe.doctor.devices import device_checks
         from easypipe.doctor.model import model_checks
         from easypipe.run import RunConfig
@@ -126,7 +127,7 @@ def _of_config(config: Path, overrides: list[str], inside: Path, rows: int) -> l
 
 
 def _shown(checks: Iterable[Check], as_json: bool) -> Iterator[Finding]:
-    """What each check finds, shown when it is done."""
+    """Yields what each check finds, after printing it as soon as the check is done."""
     from easypipe.doctor.check import examine
 
     for one in examine(checks):

@@ -1,4 +1,4 @@
-"""`easypipe eval`: what a model scores in tasks of lm-eval."""
+"""`easypipe eval`: evaluates a model on tasks of lm-eval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`easypipe explain`: which documents stand in a batch, from the config alone."""
+"""`easypipe explain`: shows which documents are in a batch, from the config alone."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def explain(
 
 
 def shown(explained: ExplainedBatch, characters: int) -> Iterator[Text]:
+    """Yields the lines that show an explained batch."""
     from rich.text import Text
 
     yield Text(f"batch {explained.step} (metrics.jsonl calls it step {explained.step + 1})")
@@ -89,9 +90,13 @@ def shown(explained: ExplainedBatch, characters: int) -> Iterator[Text]:
 def text_line(
     parts: Sequence[tuple[str, bool, str | None]], characters: int, trained: str = ""
 ) -> Text:
-    """The first characters of (text, masked, who begins to speak), line ends shown as they would be
-    typed; masked parts dim and in brackets, the others in the style `trained`. characters: 0 shows
-    all."""
+    """Returns the first characters of a document, line ends shown as escapes.
+
+    Args:
+        parts: (text, masked, the role that begins to speak). Masked parts are dim and in brackets.
+        characters: The most characters to show; 0 shows all.
+        trained: The style of parts that are not masked.
+    """
     from rich.text import Text
 
     text, left = Text("      "), characters or None

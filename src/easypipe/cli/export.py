@@ -1,4 +1,4 @@
-"""`easypipe export`: the model of a run, as a folder that other programs open."""
+"""`easypipe export`: writes the model of a run as a folder or file that other programs open."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ def _export_gguf(
     dtype: Literal["float32", "float16", "bfloat16"] | None,
     check: bool,
 ) -> None:
+    """Writes the model as a GGUF file, and checks it if asked to."""
     require(
         not adapters,
         "--adapters",
@@ -133,7 +134,7 @@ def _export_gguf(
 
 
 def _tell(program: str, differences: Iterable[str], equal: str) -> None:
-    """What a check found; Exit 1 where that is something."""
+    """Prints the differences that a check found, and exits with code 1 if there are any."""
     found = list(differences)
     for difference in found:
         say(f"differs: {difference}")

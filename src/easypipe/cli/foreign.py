@@ -1,4 +1,4 @@
-"""`easypipe import`: a config of axolotl, TRL or LLaMA-Factory as one of ours."""
+"""`easypipe import`: converts a config of axolotl, TRL or LLaMA-Factory to one of easypipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from easypipe.core.errors import require
 
 
 class Tool(Enum):
-    """Whose configs are read."""
+    """The tools whose configs can be read."""
 
     axolotl = "axolotl"
     trl = "trl"

@@ -1,4 +1,4 @@
-"""`easypipe init`: a commented config to begin with, and the schema that editors check it by."""
+"""`easypipe init`: writes a commented config as a starting point, and the schema for editors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD = f"# yaml-language-server: $schema={SCHEMA.name}\n"
 
 
 class Kind(Enum):
-    """What there is a config for."""
+    """The kinds of runs that have a template."""
 
     pretrain = "pretrain"
     sft = "sft"
@@ -55,9 +55,9 @@ def init(
 
 
 def config_text(kind: str) -> str:
-    """A template with the meaning of each key behind its line, where the template says nothing."""
+    """Returns a template, in which each key without a comment gets its meaning as one."""
     text = (SCHEMA.parent / f"{kind}.yaml").read_text(encoding="utf-8")
-    within: list[tuple[int, str]] = []  # the keys that the line stands in, with their indentation
+    within: list[tuple[int, str]] = []  # the sections of the line, with their indentation
     lines = []
     for line in text.splitlines():
         key = re.match(r"( *(?:- )?)(\w+):", line)
@@ -72,6 +72,7 @@ def config_text(kind: str) -> str:
 
 
 def _meaning(path: str) -> str:
+    """Returns the first sentence of a key's description as a comment, if it is short."""
     node = find(path)
     words = "" if node is None else re.split(r"(?<!\.)\. ", node["description"])[0].rstrip(".")
     return f"  # {words}" if words and len(words) < 80 else ""

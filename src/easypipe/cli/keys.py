@@ -1,7 +1,7 @@
-"""Every key of a config: what `easypipe config` and `easypipe schema` print, and a shell completes.
+"""`easypipe config` and `easypipe schema`, and shell completion of config keys.
 
-They read easypipe.schema.json, which docs/reference.py makes from the config classes; a test holds
-it to them.
+They read easypipe.schema.json, which docs/reference.py makes from the config classes; a test checks
+it against them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     from easypipe.core.values import JsonObject
 
 SCHEMA = Path(__file__).parent / "templates" / "easypipe.schema.json"
-# of which a file is one: a run, a pipeline, a run on images, the data of compat.DataPipeline
+# The classes that a config file may hold: a run, a pipeline, a run on images, the data of
+# compat.DataPipeline.
 KINDS = ("RunConfig", "PipelineConfig", "ClassifyConfig", "DataPipelineConfig")
 
 
 @functools.cache
 def schema() -> JsonObject:
+    """Returns the JSON Schema of configs."""
     return json.loads(SCHEMA.read_text(encoding="utf-8"))
 
 
 def children(node: JsonObject) -> dict[str, JsonObject]:
-    """The keys within a node of the schema, also those of what its lists and mappings hold."""
+    """Returns the keys of a node of the schema, and of the items of its lists and mappings."""
     found: dict[str, JsonObject] = {}
     for cls in sections(node):
         found = schema()["$defs"][cls].get("properties", {}) | found
@@ -42,7 +44,7 @@ def children(node: JsonObject) -> dict[str, JsonObject]:
 
 
 def sections(node: JsonObject) -> list[str]:
-    """The config classes that a node, or an item of it, may be."""
+    """Returns the names of the config classes that a node, or an item of it, may be."""
     found = [node["$ref"].rpartition("/")[2]] if "$ref" in node else []
     inner = [*node.get("anyOf", ()), node.get("items"), node.get("additionalProperties")]
     for one in inner:
@@ -51,8 +53,9 @@ def sections(node: JsonObject) -> list[str]:
 
 
 def find(path: str) -> JsonObject | None:
-    """The node of a key path such as `data.datasets[0].name`; numbers of items and the names that
-    a mapping has by the user may be left out. None where there is no such key.
+    """Returns the node of a key path such as `data.datasets[0].name`; None if there is no such key.
+
+    Numbers of items, and names that the user gives in a mapping, may be left out.
     """
     parts = [part for part in re.split(r"[.\[\]]+", path) if part]
     for kind in KINDS:
@@ -70,7 +73,7 @@ def find(path: str) -> JsonObject | None:
 
 
 def paths() -> Iterator[tuple[str, JsonObject]]:
-    """Every key path of a run, with its node, then those of a run on images."""
+    """Yields every key path of a run, with its node, then those of a run on images."""
     seen: set[str] = set()
     for kind in ("RunConfig", "ClassifyConfig"):
         for path, node in _below({"$ref": f"#/$defs/{kind}"}, ""):
@@ -86,7 +89,7 @@ def _below(node: JsonObject, prefix: str) -> Iterator[tuple[str, JsonObject]]:
 
 
 def complete_key(incomplete: str) -> list[tuple[str, str]]:
-    """What `--set` may go on with: keys with their meaning, or the options that a key has."""
+    """Returns how `--set` can be completed: keys with their meaning, or the options of a key."""
     path, equals, value = incomplete.partition("=")
     if equals:
         options = re.findall(r"'([^']*)'", (find(path) or {}).get("x-type", ""))
@@ -108,7 +111,7 @@ def complete_key(incomplete: str) -> list[tuple[str, str]]:
 
 
 def as_setting(option: str) -> str | None:
-    """What to write in place of an option that no command has, where it is a key of a run."""
+    """Returns how to write an option that no command has as a key of a run; None if it is none."""
     name = option.lstrip("-").replace("-", "_")
     every = (path for path, _ in _below({"$ref": "#/$defs/RunConfig"}, ""))
     found = [path for path in every if path.rpartition(".")[2] == name]
@@ -131,7 +134,7 @@ def config(
     """Show the meaning, type and default of a config key. Without KEY, lists all sections."""
     if key is None:
         for path, node in paths():
-            if sections(node) and not path.startswith("eval."):  # whose keys are those of data
+            if sections(node) and not path.startswith("eval."):  # its keys are those of data
                 _show(path, node)
         return
     node = find(key)
@@ -155,6 +158,7 @@ def print_schema() -> None:
 
 
 def _nearest(key: str) -> str:
+    """Returns a suggestion for an unknown key."""
     every = [path for path, _ in paths()]
     last = key.rpartition(".")[2]
     names = {path.rpartition(".")[2] for path in every}
@@ -163,9 +167,7 @@ def _nearest(key: str) -> str:
 
 
 def _show(path: str, node: JsonObject) -> None:
-    """One key: its type and default in a line, and below it what it means, as wide as the
-    terminal.
-    """
+    """Prints a key with its type and default, and below it its meaning, wrapped to the terminal."""
     say(f"{path}: {node['x-type']}{_default(node)}", style="bold")
     said = textwrap.wrap(node["description"], max(console().width - 4, 20))
     say(textwrap.indent("\n".join(said), "    "))

@@ -1,4 +1,4 @@
-"""`easypipe masks`: what a chat template trains of conversations, proven or why not."""
+"""`easypipe masks`: shows what a chat template trains of conversations, and if that is proven."""
 
 from __future__ import annotations
 

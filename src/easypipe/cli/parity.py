@@ -1,4 +1,4 @@
-"""`easypipe parity`: tokens and masks beside those of transformers."""
+"""`easypipe parity`: compares tokens and masks with those of transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from easypipe.cli.arguments import ConfigFile, Overrides
 from easypipe.cli.show import say
 
-MOST_SHOWN = 10  # of the rows of a dataset that differ
+MOST_SHOWN = 10  # most differing rows of a dataset that are printed
 
 
 def parity(

@@ -1,4 +1,4 @@
-"""`easypipe plan`: what a run would do, before it does anything."""
+"""`easypipe plan`: shows what a run would do, before it does anything."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def plan(
 def _images_plan(
     config: Path, overrides: list[str], steps: int | None, topology: str | None
 ) -> ClassifyPlan:
+    """Returns the plan of a run on images."""
     from easypipe.compat import classify
 
     require(
@@ -101,6 +102,11 @@ def _images_plan(
 
 
 def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) -> PlanReport:
+    """Returns the plan of the data of a run.
+
+    Raises:
+        ConfigError: The data streams, or never ends and no steps are given.
+    """
     from easypipe.core.protocols import silent
     from easypipe.history import plan_of_run
 
@@ -127,9 +133,10 @@ def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) ->
 
 
 def _compiled(config: Path, overrides: list[str], topology: str, quiet: bool) -> StepPlan:
-    # What is compiled for is not here: no accelerator of this machine is taken for it.
+    """Returns the plan of the training step, compiled for a topology."""
+    # The devices are not present, so no accelerator of this machine is taken for it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from easypipe import run as runs  # jax, only where something is compiled
+    from easypipe import run as runs  # loads jax, only if something is compiled
 
     run = runs.RunConfig.load(config, overrides)
     if quiet:
@@ -139,6 +146,7 @@ def _compiled(config: Path, overrides: list[str], topology: str, quiet: bool) ->
 
 
 def _show(found: Sequence[Found], as_json: bool, html: Path | None) -> None:
+    """Prints plans as text or JSON, or writes them as a page."""
     [first, *_] = found
     if html is not None:
         from easypipe.core.pages import page_of
@@ -151,6 +159,7 @@ def _show(found: Sequence[Found], as_json: bool, html: Path | None) -> None:
 
 
 def _parts(found: Found) -> Sequence[Section]:
+    """Returns the sections of a page for a plan."""
     from easypipe.core.pages import Section
     from easypipe.stages.reports.plan_page import plan_sections
     from easypipe.stages.reports.plan_report import PlanReport

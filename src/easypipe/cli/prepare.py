@@ -1,4 +1,4 @@
-"""`easypipe prepare`: tokenize, mix, pack and save what a config describes."""
+"""`easypipe prepare`: tokenizes, mixes, packs and saves the data of a config."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prepare(
         if data.streaming
         else "prepared"
     )
-    # else there is no model to train
+    # Otherwise there is no model to train.
     then = f"; train with: easypipe train {config}" if "data" in values else ""
     say(done + then)
 
@@ -61,6 +61,7 @@ def prepare(
 def _prepare_part(
     data: PipelineConfig, held_out: dict[str, PipelineConfig], shard: str, finalize: bool
 ) -> None:
+    """Tokenizes one part of the data."""
     from easypipe.jobs import chains
 
     number, count = _part(shard)
@@ -75,6 +76,11 @@ def _prepare_part(
 
 
 def _refuse_what_is_missing(data: PipelineConfig, held_out: dict[str, PipelineConfig]) -> None:
+    """Checks that all parts are tokenized.
+
+    Raises:
+        ConfigError: Some are missing.
+    """
     from easypipe.jobs import chains
 
     pipeline, others = chains(data, held_out, save=False)
@@ -90,6 +96,11 @@ def _refuse_what_is_missing(data: PipelineConfig, held_out: dict[str, PipelineCo
 
 
 def _part(shard: str) -> tuple[int, int]:
+    """Returns (I, N) of --shard I/N.
+
+    Raises:
+        ConfigError: It is not of this form.
+    """
     number, slash, count = shard.partition("/")
     require(
         slash and number.isdecimal() and count.isdecimal() and int(number) < int(count),

@@ -1,4 +1,4 @@
-"""`easypipe preview`: the first samples as the model will see them, as text or as a page."""
+"""`easypipe preview`: shows the first samples as the model will see them, as text or as a page."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def preview(
 
 
 def shown(made: Preview, characters: int) -> Iterator[Text]:
+    """Yields the lines that show a preview."""
     from rich.text import Text
 
     yield Text("trained ", style=TRAINED).append("⟦masked⟧", style="dim")

@@ -1,4 +1,4 @@
-"""`easypipe quickstart`, and the project folder it writes: text, a config, a README."""
+"""`easypipe quickstart`, and the project folder that it writes: texts, a config, a README."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from easypipe.cli.show import console, say
 from easypipe.cli.train import load, run_training, show_result
 from easypipe.core.errors import SourceError, require
 
-# The project folder of the quickstart: text of the standard library, a config, a README.
-#
-# data/code/*.jsonl       a row for each module of the standard library: its source
-# data/docs/*.parquet     a row for each of those modules that has docstrings: all of them, under
-# the names they belong to data/heldout/*.jsonl    one module in twenty of both, never trained on
-# quickstart.yaml README.md .project.json           committed last; from then on nothing here is
-# written again, so that edits stay
+# The files of the project folder:
+# data/code/*.jsonl: a row for each module of the standard library, its source.
+# data/docs/*.parquet: a row for each of those modules that has docstrings, all of them under their
+# names.
+# data/heldout/*.jsonl: one module in twenty of both, which is never trained on.
+# quickstart.yaml, README.md.
+# .project.json: committed last; from then on no file here is written again, so that edits stay.
 
 
 MARKER = ".project.json"
@@ -37,7 +37,7 @@ TOKENIZER = "tokenizer"
 VOCAB_SIZE = 8192
 
 CODE_SHARDS, DOC_SHARDS = 3, 2
-HELD_OUT = 20  # one module in so many
+HELD_OUT = 20  # one module in this many is held out
 
 # Tests, generated tables and bundled packages: text that teaches little, and that distributions
 # leave out differently.
@@ -60,13 +60,17 @@ _SKIPPED = {
 
 @dataclass(frozen=True)
 class Module:
+    """A module of the standard library, with its source and its docstrings."""
+
     name: str
     source: str
-    docs: str  # "" where it has none
+    docs: str  # "" if it has none
 
     @property
     def held_out(self) -> bool:
-        """By name, so that the same module is held out whatever else a Python version has."""
+        """Whether the module is held out; its name decides, so that Python versions hold out the
+        same ones.
+        """
         return (
             int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
             % HELD_OUT
@@ -75,10 +79,11 @@ class Module:
 
 
 def write_project(folder: Path) -> bool:
-    """Writes the project where it is not there yet; returns whether it did. Killed on the way, the
-    next call finishes it.
+    """Writes the project unless it exists; returns whether it did. A killed call is finished by the
+    next.
 
-    Raises ConfigError where `folder` holds something else.
+    Raises:
+        ConfigError: `folder` holds something else.
     """
     from easypipe.core import storage
 
@@ -117,7 +122,7 @@ def write_project(folder: Path) -> bool:
     files |= {name: _template(name) for name in (CONFIG, SCHEMA.name, "README.md")}
     for name, data in files.items():
         path = folder / name
-        # a file that stands keeps its date, by which change is detected
+        # An unchanged file keeps its date, by which changes are detected.
         if not (path.exists() and path.read_bytes() == data):
             storage.commit_bytes(path, data)
     storage.commit_json(
@@ -127,8 +132,10 @@ def write_project(folder: Path) -> bool:
 
 
 def standard_library() -> Iterator[Module]:
-    """Modules of the running Python's standard library that have source, by path. Raises
-    SourceError where there are none.
+    """Yields the modules of the running Python's standard library that have source, by path.
+
+    Raises:
+        SourceError: There are none.
     """
     root, found = Path(sysconfig.get_paths()["stdlib"]), 0
     for folder, folders, names in os.walk(root):
@@ -143,7 +150,7 @@ def standard_library() -> Iterator[Module]:
                 source = path.read_text(encoding="utf-8")
                 tree = ast.parse(source)
             except (UnicodeDecodeError, SyntaxError):
-                continue  # a module in another encoding, of which this Python may have a few
+                continue  # a few modules may have another encoding
             if source.strip():
                 found += 1
                 dotted = ".".join(path.relative_to(root).with_suffix("").parts)
@@ -159,7 +166,9 @@ def standard_library() -> Iterator[Module]:
 
 
 def training_texts(folder: Path) -> Iterator[str]:
-    """What the tokenizer learns from: the rows of both datasets, as they stand in the project."""
+    """Yields the texts that the tokenizer is trained on: the rows of both datasets in the
+    project.
+    """
     import pyarrow.parquet as pq
 
     for path in sorted((folder / "data/code").glob("*.jsonl")):
@@ -171,6 +180,7 @@ def training_texts(folder: Path) -> Iterator[str]:
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[str]:
+    """Yields the docstrings of a module and of its members, each under its name."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         text = ast.get_docstring(node)
         if text:
@@ -214,7 +224,7 @@ def quickstart(
     """Write a small project, and train a model on it. It also trains a tokenizer; the model has a few
     million parameters. The same command again resumes a stopped run.
     """
-    importlib.import_module("easypipe.run")  # refused without `[train]`, before a file is written
+    importlib.import_module("easypipe.run")  # fails without `[train]` before a file is written
     began = Path.cwd()
     folder = Path(os.path.expanduser(output_dir))
     require(
@@ -226,7 +236,7 @@ def quickstart(
     folder = folder.absolute()
     written = write_project(folder)
     say(f"project: {folder} ({'written' if written else 'found'})")
-    # the paths of the config are relative to it, as they are for `easypipe train quickstart.yaml`
+    # The paths of the config are relative to the folder, as for `easypipe train quickstart.yaml`.
     os.chdir(folder)
     try:
         train_tokenizer(folder)
@@ -241,8 +251,8 @@ def quickstart(
 
 
 def train_tokenizer(folder: Path) -> None:
-    """Trains the project's tokenizer where it is not there yet."""
-    if (folder / TOKENIZER / "tokenizer.json").exists():  # written last, in one piece
+    """Trains the project's tokenizer unless it exists."""
+    if (folder / TOKENIZER / "tokenizer.json").exists():  # written last, as one commit
         return
     from easypipe.transforms.tokenizer.bpe import train_bpe
 

@@ -1,4 +1,4 @@
-"""`easypipe report`: runs as one page of HTML, or served while they train."""
+"""`easypipe report`: writes runs as one HTML page, or serves it while they train."""
 
 from __future__ import annotations
 

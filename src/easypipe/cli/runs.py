@@ -1,4 +1,4 @@
-"""`easypipe runs`: the runs below a folder, with their state, steps and losses."""
+"""`easypipe runs`: lists the runs in a folder, with their state, steps and losses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,20 @@ from easypipe.core.errors import EasypipeError, require
 
 @dataclass(frozen=True)
 class Run:
-    """steps: what the run was asked for; None: as many as its data gives. held_out: the last loss
-    of each evaluation.
+    """A run in the list.
+
+    Attributes:
+        folder: The output folder of the run.
+        state: training, finished or stopped; not training if the steps of the run are not known; or
+            why the run cannot be read.
+        step: The last logged step.
+        steps: The steps that were asked for; None: as many as its data has.
+        loss: The last loss.
+        held_out: The last loss of each evaluation.
     """
 
     folder: str
-    state: str  # training, finished, stopped; not training, where nobody said how many steps
+    state: str
     step: int
     steps: int | None
     loss: float | None
@@ -54,8 +62,9 @@ def runs(
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """Folders that hold a run, by name; what is in a run is not looked through. A run.yaml alone is
-    the config of a project, whose runs may lie beside it.
+    """Yields the folders that hold a run, by name, without looking into runs.
+
+    A run.yaml alone is the config of a project, whose runs may be beside it.
     """
     for path, names, files in os.walk(folder):
         if "metrics.jsonl" in files or {"run.yaml", "versions.json"} <= set(files):
@@ -65,7 +74,9 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 
 def _run(folder: Path) -> Run:
-    """A run that cannot be read has the reason as its state: it hides no other run."""
+    """Reads a run. One that cannot be read has the reason as its state, so that it hides no other
+    run.
+    """
     from easypipe.core.config import allowing_code, load_yaml
     from easypipe.core.locks import try_hold
     from easypipe.train.metrics.log import read_metrics
@@ -73,7 +84,7 @@ def _run(folder: Path) -> Run:
     try:
         metrics, config = folder / "metrics.jsonl", folder / "run.yaml"
         records = read_metrics(metrics) if metrics.exists() else []
-        with allowing_code():  # nothing that it names is called
+        with allowing_code():  # no function that it names is called
             values = load_yaml(config) if config.exists() else {}
         steps = (values.get("train") or {}).get("steps")
         held = try_hold(folder, exclusive=False)

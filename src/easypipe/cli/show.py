@@ -1,4 +1,4 @@
-"""What commands put on the terminal: progress bars, the training line, tables, reports."""
+"""Terminal output of the commands: progress bars, the training line, tables, reports."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 @functools.cache
 def console() -> Terminal:
-    """What everything is printed on. Its library is imported when something is printed: `--help`
-    and completion print nothing here.
+    """Returns the console on which everything is printed.
+
+    Its library is imported when something is printed: `--help` and completion print nothing here.
     """
     from easypipe.cli.terminal import Terminal
 
@@ -35,12 +36,12 @@ def console() -> Terminal:
 
 
 def say(text: str | Text, style: str | None = None) -> None:
-    """Prints text as it stands: nothing is coloured by guess, no line is cut or wrapped."""
+    """Prints text as it is: nothing is coloured by guess, no line is cut or wrapped."""
     console().print(text, style=style, soft_wrap=True)
 
 
 def write_page(path: Path, page: str) -> None:
-    """Writes a page of HTML in one piece, and says where."""
+    """Writes an HTML page as one commit, and prints its path."""
     from easypipe.core.storage import commit_bytes
 
     commit_bytes(path, page.encode())
@@ -49,8 +50,10 @@ def write_page(path: Path, page: str) -> None:
 
 @contextmanager
 def progress() -> Iterator[ProgressListener]:
-    """A bar for every stage and dataset that reports progress, in the order in which they first do:
-    how far, how fast, how long still. Where there is no terminal, a line every half minute.
+    """Yields a listener that shows a bar for every stage and dataset that reports progress.
+
+    The bars have the order in which they first report, with counts, rate and remaining time.
+    Without a terminal it prints a line every half minute.
     """
     from easypipe.cli.terminal import progress_bars
 
@@ -68,7 +71,7 @@ def progress() -> Iterator[ProgressListener]:
                 f"{event.stage:<9} {event.dataset}", total=event.total, unit=event.unit, pace=""
             )
         bars.update(tasks[key], completed=event.done, total=event.total)
-        if event.done != event.total:  # what is found finished has no rate
+        if event.done != event.total:  # work that was finished before has no rate
             bars.update(tasks[key], pace=pace.text(event))
 
     with bars:
@@ -77,8 +80,11 @@ def progress() -> Iterator[ProgressListener]:
 
 @contextmanager
 def training() -> Iterator[TrainListener]:
-    """One line that is kept up to date, and a lasting one for every evaluation; where there is no
-    terminal, a lasting one of the first and last step and every half minute, with the time to go.
+    """Yields a listener that shows a line for the current step, and prints one for every
+    evaluation.
+
+    Without a terminal it prints lines of the first and last step and every half minute, with the
+    remaining time.
     """
     from easypipe.cli.terminal import progress_bars
     from easypipe.core.protocols import ProgressEvent
@@ -117,8 +123,10 @@ def training() -> Iterator[TrainListener]:
 
 
 def quality(seen: Json) -> str:
-    """What else an evaluation came to: of classes the share that is right, of pairs the share whose
-    preferred answer won, of tokens the perplexity where a number holds it.
+    """Returns an evaluation's quality beside its loss, as text.
+
+    It is the accuracy of a classifier, the share of pairs whose preferred answer won, or the
+    perplexity of tokens, if it is finite.
     """
     for key, words in (
         ("accuracy", "accuracy {:.2%}"),
@@ -131,8 +139,11 @@ def quality(seen: Json) -> str:
 
 
 def training_line(event: TrainEvent) -> str:
-    """Loss, perplexity (of classes: what share is right), gradient norm, learning rate, real tokens
-    (images) a second, MFU where the peak is known, time spent waiting for data.
+    """Returns the numbers of a step as one line.
+
+    They are loss, perplexity (accuracy for a classifier), gradient norm, learning rate, tokens
+    without padding (images) a second, MFU if the peak is known, and the share of time spent waiting
+    for data.
     """
     r = event.record
     parts = ["skipped: not finite" if r["loss"] is None else f"loss {r['loss']:.4f}"]
@@ -151,8 +162,9 @@ def training_line(event: TrainEvent) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Lines of text in columns, those numbered in `left` to the left and the others to the right.
-    Never cut to the width of a terminal.
+    """Returns lines in aligned columns, never cut to the width of a terminal.
+
+    Columns numbered in `left` are aligned to the left, the others to the right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     to = [str.ljust if i in left else str.rjust for i in range(len(widths))]
@@ -163,6 +175,7 @@ def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
 
 
 def ledger_table(ledger: Ledger) -> Table:
+    """Returns the table of a ledger."""
     from rich.table import Table
 
     table = Table(title="Ledger: where every row and token went", title_justify="left")
@@ -180,7 +193,7 @@ def ledger_table(ledger: Ledger) -> Table:
 
 
 def show_report(report: SaveReport) -> None:
-    """The ledger, what was measured, and where the files are."""
+    """Prints the ledger, what was measured, and where the files are."""
     if report.ledger.entries:
         console().print(ledger_table(report.ledger))
     facts = report.ledger.facts
@@ -193,7 +206,7 @@ def show_report(report: SaveReport) -> None:
         found = f", {facts.get(f'{name}.ranges_reused', 0):,} ranges found finished"
         rate_text = found if rate is None else f", {rate:,.1f} MB/s"
         encoder = facts.get(f"{name}.encoder", "?")
-        if encoder or rate is None:  # else they were tokens already
+        if encoder or rate is None:  # otherwise the data was tokens already
             by = f", by {encoder}" if encoder else ""
             say(f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}{by}")
         if cut := facts.get(f"{name}.files_cut"):

@@ -1,4 +1,4 @@
-"""The terminal that everything is printed on, and the bars that move on it."""
+"""The terminal on which everything is printed, and its progress bars."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from easypipe.core.visible import visible
 
 
 class Terminal(Console):
-    """A console on which text of others is only text: it is no markup, and what would steer a
-    terminal is spelled out. Everything that commands print goes through one.
+    """A console that shows foreign text as it is.
+
+    The text is no markup, and characters that would control a terminal are escaped. Everything that
+    commands print goes through a Terminal.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -33,12 +35,16 @@ class Terminal(Console):
             yield Segment(text if control else visible(text, keep=_KEPT), style, control)
 
 
-_KEPT = "\n\t\u200c\u200d"  # joiners are part of how words and emoji are written
+_KEPT = "\n\t\u200c\u200d"  # joiners belong to the spelling of words and emoji
 
 
 def progress_bars(console: Console, behind: str, last: str = "") -> Progress:
-    """Bars with what stands behind their counts and behind their times. Where the terminal is too
-    narrow, text goes on in the next line: nothing is cut.
+    """Returns progress bars, in which text too long for the terminal is wrapped, never cut.
+
+    Args:
+        console: The terminal.
+        behind: The format of the text after the counts.
+        last: The format of the text after the times.
     """
     return Progress(
         SpinnerColumn(finished_text="[green]✓"),

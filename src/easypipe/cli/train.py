@@ -1,4 +1,4 @@
-"""`easypipe train`: prepares what is not prepared, and trains from the last checkpoint on."""
+"""`easypipe train`: prepares the data that is not prepared, and trains from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -55,17 +55,19 @@ def _train_classifier(config: Path, overrides: list[str]) -> None:
 
 
 def load(config: Path, overrides: list[str]) -> RunConfig:
-    from easypipe.run import RunConfig  # jax, only where something is trained
+    """Reads the config of a run."""
+    from easypipe.run import RunConfig  # loads jax, only if something is trained
 
     return RunConfig.load(config, overrides)
 
 
 def run_training(run: RunConfig) -> TrainResult:
+    """Prepares the data of a run, and trains it with progress on the terminal."""
     from easypipe import run as runs
     from easypipe.train.parallel.distributed import initialize, is_first
 
     initialize(run.train.distributed)
-    # one terminal, and what several processes have to say is the same
+    # Several processes would print the same to one terminal.
     console().quiet = console().quiet or not is_first()
     with progress() as listener:
         prepared = runs.prepare(run, progress=listener)
@@ -75,6 +77,7 @@ def run_training(run: RunConfig) -> TrainResult:
 
 
 def show_result(run: RunConfig, result: TrainResult, samples: int, prompt: str = "") -> None:
+    """Prints the result of a run, and texts by its model."""
     from easypipe.train.parallel.distributed import several
 
     show_measured(result)
@@ -89,7 +92,7 @@ def show_result(run: RunConfig, result: TrainResult, samples: int, prompt: str =
 
 
 def show_measured(result: TrainResult) -> None:
-    """Losses, and where the files of the run are."""
+    """Prints the losses, and where the files of the run are."""
     first, last = result.first, result.last
     resumed = f" (resumed from step {result.resumed_from})" if result.resumed_from else ""
     say(
@@ -111,8 +114,13 @@ def _loss(record: Json) -> str:
 
 
 def sample(run: RunConfig, result: TrainResult, count: int, prompt: str = "") -> list[str]:
-    """Short texts by the model, each begun with `prompt`; without one with the end-of-text token,
-    behind which documents begin. A model of conversations answers the prompt.
+    """Returns short texts by the model, each beginning with `prompt`.
+
+    Without a prompt they begin with the end-of-text token, after which documents begin. A model of
+    conversations answers the prompt.
+
+    Raises:
+        ConfigError: The run has no tokenizer.
     """
     from easypipe.train.model.writing import Loaded, Writer
 

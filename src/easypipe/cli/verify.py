@@ -83,8 +83,9 @@ def verify(
 
 
 def _options_for(path: str, data: PipelineConfig) -> StorageOptions:
-    """Those of the config's save or cache, whichever is for `path`; what a config leaves out the
-    environment has to say.
+    """Returns the storage options of the config's save or cache, whichever `path` belongs to.
+
+    What the config leaves out comes from the environment.
     """
     from easypipe.cache.repair import place_of
 
@@ -102,6 +103,7 @@ def _options_for(path: str, data: PipelineConfig) -> StorageOptions:
 def _repaired(
     path: str, found: tuple[Verification, ...], data: PipelineConfig | None
 ) -> tuple[Verification, ...]:
+    """Repairs what is broken, and returns the new findings."""
     from easypipe.jobs import chain, repair_as_made
     from easypipe.save import verify as check
 
@@ -121,6 +123,7 @@ def _repaired(
 
 
 def _show(found: tuple[Verification, ...]) -> None:
+    """Prints what was checked and found."""
     from easypipe.save.verify import CHECKPOINT
 
     for one in found:

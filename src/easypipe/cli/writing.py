@@ -1,4 +1,4 @@
-"""The ways `easypipe generate` asks and prints: a chat, text that steers no terminal."""
+"""Chatting and printing for `easypipe generate`, with text that cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def show_text(text: str) -> None:
-    """What a model wrote may hold what steers a terminal."""
+    """Prints a model's text, with characters that would control a terminal escaped."""
     say(visible(text, keep="\n\t"))
 
 
@@ -47,7 +47,11 @@ def load(
     step: int | None,
     dtype: Literal["float32", "bfloat16"],
 ) -> Loaded:
-    """The model of a run, or a published one."""
+    """Loads the model of a run, or a published one.
+
+    Raises:
+        ConfigError: A step is given for a model without checkpoints, or no tokenizer is known.
+    """
     from easypipe.train import load_pretrained
     from easypipe.train.checkpoint.files import CHECKPOINTS
     from easypipe.train.finished import load_trained

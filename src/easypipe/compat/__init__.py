@@ -1,1 +1,4 @@
-"""Interfaces that the seed documents name, thin over the one engine: each module says which one."""
+"""The interfaces that documents 000 to 004 describe, as thin layers over the one engine.
+
+The docstring of each module names its document.
+"""

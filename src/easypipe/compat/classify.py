@@ -1,9 +1,7 @@
-"""Document 004 from a config: ClassifyConfig, a run on images, and the labelled images it reads.
+"""Document 004 from a config: ClassifyConfig, its labelled images, its plan and its training.
 
-Task, data, model, training; what the command does with it is these functions, and nothing else.
-
-The collator is chosen by the TaskSpec, batches are UniversalDataModule's, and the training is
-Trainer's.
+The command `easypipe` calls these functions and adds nothing. The TaskSpec chooses the collator,
+UniversalDataModule makes the batches, and Trainer's engine does the training.
 """
 
 from __future__ import annotations
@@ -55,15 +53,13 @@ from easypipe.train.parallel.distributed import initialize
 from easypipe.train.record import recorded_seed
 from easypipe.train.trainer import TrainResult, run_training
 
-# Document 004 from a config: labelled images in files, by number, which a run on images reads.
-#
-# Rows of files are copied once, the two columns that are needed, into an Arrow file of the cache
-# folder that is mapped into memory: a row in any order then costs what it holds, and memory does
-# not grow with the dataset.
+# The labelled images of a run. The two columns that are needed are copied once into an Arrow file
+# of the cache folder, which is mapped into memory: reading a row in any order then costs only that
+# row, and memory does not grow with the dataset.
 
 
 ROWS_AT_A_TIME = 256
-COPY_VERSION = 1  # counts up when the same rows are copied otherwise
+COPY_VERSION = 1  # to be increased when the format of the copies changes
 
 
 @config
@@ -137,7 +133,7 @@ class ImagesConfig:
             )
 
     def dataset(self, name: str) -> DatasetConfig:
-        """How a Pipeline reads `data_files` or `val_files`."""
+        """Returns the DatasetConfig by which a Pipeline reads `data_files` or `val_files`."""
         own = name == "data_files"
         files, part = (self.data_files, self.split) if own else (self.val_files, None)
         try:
@@ -151,15 +147,20 @@ class ImagesConfig:
 
 
 class ImageRows:
-    """Map-style: `rows[i]` is {"image": ..., "label": int}.
+    """A map-style dataset of labelled images: `rows[i]` is {"image": ..., "label": int}. Thread
+    safe.
 
-    Thread safe. `fingerprint` is that of what they were read from.
+    Args:
+        images: The images of all rows.
+        labels: The classes of all rows, from 0.
+        fingerprint: The fingerprint of the data they were read from.
+        name: The name of the data, for error messages.
 
-    Reading raises SourceError naming the row where an image is missing.
+    Raises:
+        SourceError: When a row is read that has no image; names the row.
     """
 
     def __init__(self, images: pa.ChunkedArray, labels: Int64, fingerprint: str, name: str) -> None:
-        """labels: of all rows, from 0."""
         self._images, self.labels, self.fingerprint, self._name = images, labels, fingerprint, name
 
     def __len__(self) -> int:
@@ -180,13 +181,16 @@ class ImageRows:
 
 
 class Images:
-    """`data_files` or `val_files` of an ImagesConfig, opened.
+    """`data_files` or `val_files` of an ImagesConfig, opened: columns are copied and labels are
+    read.
 
-    Columns are known and copied, labels read.
+    Errors are those of opening files.
+
+    Raises:
+        ConfigError: A column does not exist.
     """
 
     def __init__(self, config: ImagesConfig, name: str) -> None:
-        """Raises what opening files raises, and ConfigError for columns that are not there."""
         self._config, self._name = config, name
         dataset = config.dataset(name)
         [source] = (
@@ -207,21 +211,31 @@ class Images:
 
     @property
     def names(self) -> list[str] | None:
-        """The names among the labels, sorted; None where they are numbers.
+        """The names among the labels, sorted; None if labels are numbers.
 
-        Raises SourceError for what is neither, and for nulls.
+        Raises:
+            SourceError: Labels are neither, or some are null.
         """
         if not pa.types.is_large_string(self._labels.type):
             return None
         return sorted(set(self._labels.to_pylist()))
 
     def rows(self, classes: Sequence[str] | None) -> ImageRows:
-        """Raises SourceError naming the row with a label that is no class."""
+        """Returns the rows, whose labels are numbered by `classes`.
+
+        Raises:
+            SourceError: A label is no class; names the row.
+        """
         images = self._table.column(0)
         return ImageRows(images, self._numbers(classes), self.fingerprint, self._name)
 
     @cached_property
     def _labels(self) -> pa.Array:
+        """The column of labels.
+
+        Raises:
+            SourceError: Labels are neither numbers nor names, or some are null.
+        """
         labels = self._table.column(1).combine_chunks()
         kind = labels.type
         if not (pa.types.is_integer(kind) or pa.types.is_large_string(kind)) and len(labels):
@@ -239,6 +253,11 @@ class Images:
         return labels
 
     def _numbers(self, classes: Sequence[str] | None) -> Int64:
+        """Returns the class of each row.
+
+        Raises:
+            SourceError: A label is no class; names the row.
+        """
         if classes is None or self.names is None:
             numbers = self._labels.to_numpy().astype(np.int64)
         else:
@@ -260,6 +279,7 @@ class Images:
         return place(self._name, row=row, column=self._config.label_column)
 
     def _mapped(self, source: ShardedSource, *, in_memory: bool) -> pa.Table:
+        """Returns the two columns, in memory or mapped from a copy in the cache folder."""
         schema = pa.schema([source.schema.field(name) for name in self._columns])
         if in_memory:
             return pa.Table.from_batches(self._read(source), schema)
@@ -283,7 +303,7 @@ class Images:
 
 log = logging.getLogger("easypipe")
 
-VAL = "val"  # what the held-out rows are called in metrics
+VAL = "val"  # the name of the held-out rows in metrics
 
 
 @config
@@ -305,9 +325,10 @@ class ClassifyConfig:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> ClassifyConfig:
-        """A YAML file, with `key.path=value` overrides.
+        """Reads a YAML file, with `key.path=value` overrides.
 
-        Raises ConfigError naming the key path of what is wrong.
+        Raises:
+            ConfigError: Something is wrong; names its key path.
         """
         return from_dict(cls, apply_overrides(load_yaml(path), overrides))
 
@@ -356,23 +377,31 @@ class ClassifyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a config comes to once its data is read.
+    """What a config amounts to once its data is read.
 
-    run: with seed, classes, num_classes and image_shape.
+    Attributes:
+        run: The config with seed, classes, num_classes and image_shape filled in.
+        module: The data module.
+        train: The training loader.
+        val: The loader of held-out rows; None if nothing is held out.
+        per_class: Rows of data_files by class, held-out ones among them.
+        val_rows: The number of held-out rows.
     """
 
     run: ClassifyConfig
     module: UniversalDataModule
     train: Any
-    val: Any  # None where nothing is held out
-    per_class: Mapping[str, int]  # rows of data_files, held-out ones among them
+    val: Any
+    per_class: Mapping[str, int]
     val_rows: int
 
 
 def inputs_of(run: ClassifyConfig) -> Inputs:
     """Opens the data and makes its loaders.
 
-    Raises ConfigError and SourceError for data that does not fit the rest.
+    Raises:
+        ConfigError: The data does not fit the task or the model.
+        SourceError: A row cannot be used.
     """
     data, model = run.data, run.model
     seed = recorded_seed(run.train.output_dir) if data.seed is None else data.seed
@@ -422,7 +451,12 @@ def inputs_of(run: ClassifyConfig) -> Inputs:
 
 
 def _num_classes(model: ClassifierConfig, count: int, held_out: ImageRows | None) -> int:
-    """Raises ConfigError and SourceError for labels that the model has no class for."""
+    """Returns the number of classes of the model.
+
+    Raises:
+        ConfigError: The model has too few classes for the labels.
+        SourceError: A held-out label has no class.
+    """
     require(
         model.num_classes is None or model.num_classes >= count,
         "model.num_classes",
@@ -445,9 +479,15 @@ def train(
 ) -> TrainResult:
     """Trains to the last step, from the newest checkpoint in `train.output_dir` if there is one.
 
-    Evaluates on what is held out as "val".
+    Held-out rows are evaluated as "val". Errors are also those of `inputs_of` and `Trainer.run`.
 
-    inputs: what `inputs_of(run)` gave. Raises what that raises, and what `Trainer.run` raises.
+    Args:
+        run: The config.
+        inputs: What `inputs_of(run)` returned, if it was called.
+        listener: A function that receives the events of the run.
+
+    Raises:
+        ConfigError: There are several processes.
     """
     require(
         not initialize(),
@@ -471,10 +511,20 @@ def train(
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyPlan:
-    """What a run would do. train_rows: of one pass."""
+    """What a run would do.
 
-    image_shape: tuple[int, ...]  # height, width, channels
-    per_class: Mapping[str, int]  # rows of data_files
+    Attributes:
+        image_shape: Height, width, channels.
+        per_class: Rows of data_files by class.
+        train_rows: The number of rows in one pass.
+        val_rows: The number of held-out rows.
+        batch_size: Rows of a batch.
+        steps: The number of steps.
+        epochs: The number of passes.
+    """
+
+    image_shape: tuple[int, ...]
+    per_class: Mapping[str, int]
     train_rows: int
     val_rows: int
     batch_size: int
@@ -497,9 +547,13 @@ class ClassifyPlan:
 
 
 def plan(run: ClassifyConfig, steps: int | None = None) -> ClassifyPlan:
-    """Reads labels and the first batch; trains nothing.
+    """Reads the labels and the first batch, and returns what a run would do; trains nothing.
 
-    steps: in place of train.steps. Raises what inputs_of raises.
+    Errors are those of inputs_of.
+
+    Args:
+        run: The config.
+        steps: The number of steps, in place of train.steps.
     """
     inputs = inputs_of(run)
     asked = run.train if steps is None else dataclasses.replace(run.train, steps=steps, epochs=None)
@@ -522,7 +576,11 @@ def plan(run: ClassifyConfig, steps: int | None = None) -> ClassifyPlan:
 
 
 def _first(loader: Any) -> Settings:
-    """The first batch. Raises ConfigError for one that a Classifier does not take."""
+    """Returns the first batch.
+
+    Raises:
+        ConfigError: A Classifier cannot take it.
+    """
     batch = loader.batch(0)
     pixels = batch.get(PIXEL_VALUES) if isinstance(batch, Mapping) else None
     if (

@@ -1,11 +1,12 @@
-"""Document 001, collation: `create_collate_fn`, `create_causal_lm_collate` and their kin.
+"""Document 001, collation: `create_collate_fn`, `create_causal_lm_collate`,
+`create_seq2seq_collate`.
 
-Rows of tokens → batches, for whoever holds rows and wants batches; `Pipeline.load()` needs none of
-these.
+They make batches from rows of tokens, for users who hold rows; `Pipeline.load()` needs none of
+them.
 
-B rows of a batch · T slots, the longest row's or `max_length`.  A row is a mapping with
-`input_ids`, and where it has them `labels` (unshifted: the id of the same place, or -100),
-`loss_mask` (1: this token is a target) and `attention_mask`.
+B rows of a batch · T slots, the longest row's or `max_length`. A row is a mapping with `input_ids`,
+and optionally `labels` (unshifted: the id of the same place, or -100), `loss_mask` (1: this token
+is a target) and `attention_mask`.
 """
 
 from __future__ import annotations
@@ -40,22 +41,23 @@ Tensors = bool | Literal["np", "jax"]
 
 
 def draws(collate: Collate | None) -> bool:
-    """Whether it is given `keys`, 64 random bits for each row (KeyedCollator)."""
+    """Returns whether a collator takes `keys`, 64 random bits for each row (KeyedCollator)."""
     return bool(attribute_of(collate, "draws"))
 
 
 def recipe_of(collate: Collate) -> Identity | None:
-    """What decides the batches of a collator of this package; None of another."""
+    """Returns what decides the batches of a collator of this package; None for another collator."""
     return attribute_of(collate, "recipe")
 
 
 def called(collate: Collate, rows: Rows, keys: Sequence[int] | None) -> Batch:
+    """Calls a collator, with the keys of the rows if it takes them."""
     return collate(rows, keys=keys) if draws(collate) else collate(rows)
 
 
 @dataclass(frozen=True)
 class Padding:
-    """How rows of several lengths become one rectangle, and what is handed out."""
+    """How rows of several lengths are padded to one width, and the form of the batch."""
 
     pad_token_id: int = 0
     label_pad_token_id: int = IGNORE
@@ -82,7 +84,11 @@ class Padding:
         check_tensors(self.return_tensors)
 
     def width(self, rows: Sequence[Int64]) -> int:
-        """Raises SourceError for a row that is longer than max_length."""
+        """Returns the width of a batch of these rows.
+
+        Raises:
+            SourceError: A row is longer than max_length.
+        """
         fixed = self.max_length is not None
         rule = CollateConfig(
             padding="max_length" if fixed else "longest", max_length=self.max_length
@@ -90,7 +96,7 @@ class Padding:
         return row_width(np.array([row.size for row in rows], np.int64), rule)
 
     def fill(self, values: Sequence[Array], width: int, filler: int) -> Int64:
-        """Int64[B, width]."""
+        """Returns the rows padded with `filler`, Int64[B, width]."""
         out = np.full((len(values), width), filler, np.int64)
         for i, row in enumerate(values):  # one copy a row
             first = 0 if self.padding_side == "right" else width - row.size
@@ -98,12 +104,13 @@ class Padding:
         return out
 
     def finish(self, batch: Batch) -> Batch:
+        """Returns the batch in the dtypes of the schema and the requested kind of arrays."""
         return handed_out(batch, self.schema, self.return_tensors)
 
 
 @dataclass(frozen=True)
 class PaddingCollator:
-    """See create_collate_fn."""
+    """The collator of create_collate_fn."""
 
     padding: Padding
 
@@ -112,8 +119,11 @@ class PaddingCollator:
         return "padding", self.padding
 
     def __call__(self, rows: Rows) -> Batch:
-        """`input_ids`, `attention_mask`, `labels` Int32[B, T] (Int32[B] where a row has one label);
-        further columns as long as their row's tokens, filled with 0; others stacked.
+        """Makes a batch of rows.
+
+        It has `input_ids`, `attention_mask`, `labels` Int32[B, T] (Int32[B] if a row has one
+        label). Further columns that are as long as their row's tokens are padded with 0; others are
+        stacked.
         """
         rule, columns = self.padding, token_columns(rows, next_token=False)
         ids = columns[INPUT_IDS]
@@ -147,7 +157,7 @@ class PaddingCollator:
 
 @dataclass(frozen=True)
 class CausalLMCollator:
-    """See create_causal_lm_collate."""
+    """The collator of create_causal_lm_collate."""
 
     padding: Padding
 
@@ -171,7 +181,7 @@ class CausalLMCollator:
 
 @dataclass(frozen=True)
 class Seq2SeqCollator:
-    """See create_seq2seq_collate."""
+    """The collator of create_seq2seq_collate."""
 
     padding: Padding
     decoder_start_token_id: int
@@ -197,7 +207,7 @@ class Seq2SeqCollator:
                     problem="no token to predict",
                     fix="Leave such rows out.",
                 )
-        # a decoder starts at its first slot
+        # A decoder starts at its first slot, so targets are padded on the right.
         out = replace(rule, max_length=self.max_target_length, padding_side="right")
         width, out_width = rule.width(sources), out.width(targets)
         labels = out.fill(targets, out_width, IGNORE)
@@ -302,13 +312,13 @@ def create_seq2seq_collate(
 
 
 def default_collate(rows: Sequence[Item]) -> Any:
-    """Rows of any one kind, stacked as they are.
+    """Stacks rows of any one kind as they are.
 
-    Mappings become a dict of arrays, tuples a tuple of them, arrays and numbers one under
-    `"data"`.
+    Mappings become a dict of arrays, tuples a tuple of arrays, arrays and numbers one array under
+    `"data"`. Text, and whatever NumPy has no numbers for, becomes a list.
 
-    Text, and whatever NumPy makes no numbers of, becomes a list. Raises SourceError naming row and
-    column for shapes that differ.
+    Raises:
+        SourceError: Shapes or keys differ; names row and column.
     """
     require_some(rows)
     first = rows[0]
@@ -330,7 +340,11 @@ def default_collate(rows: Sequence[Item]) -> Any:
 
 
 def check_tensors(return_tensors: Tensors) -> None:
-    """Raises ConfigError for kinds of arrays that no collator makes."""
+    """Checks the option return_tensors.
+
+    Raises:
+        ConfigError: No collator makes such arrays.
+    """
     known = (True, False, "np", "jax")
     require(
         return_tensors in known,
@@ -342,7 +356,7 @@ def check_tensors(return_tensors: Tensors) -> None:
 
 
 def handed_out(batch: Row, schema: OutputSchema | None, return_tensors: Tensors) -> Batch:
-    """The batch in the dtypes of the schema, as NumPy arrays, jax.Arrays, or lists."""
+    """Returns the batch in the dtypes of the schema, as NumPy arrays, jax.Arrays, or lists."""
     batch = (schema or OutputSchema()).cast(batch)
     if return_tensors == "jax":
         from easypipe.loader.placement import on_default_device
@@ -357,6 +371,11 @@ def handed_out(batch: Row, schema: OutputSchema | None, return_tensors: Tensors)
 
 
 def stacked(values: Sequence[Item], name: str) -> Any:
+    """Stacks the values of a column; returns a list if they are not numbers.
+
+    Raises:
+        SourceError: Shapes differ; names row and column.
+    """
     arrays = [np.asarray(value) for value in values]
     if any(array.dtype.kind not in "biuf" for array in arrays):
         return list(values)
@@ -371,17 +390,26 @@ def stacked(values: Sequence[Item], name: str) -> Any:
 
 
 def require_some(rows: Sequence[Item]) -> None:
+    """Checks that a batch has rows.
+
+    Raises:
+        SourceError: It has none.
+    """
     if not len(rows):
         raise SourceError(at="the batch", problem="holds no rows", fix="Give at least one.")
 
 
 def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int64]]:
-    """input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids of every row.
+    """Returns input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids of every
+    row.
 
-    Raises SourceError naming row and column.
+    Args:
+        rows: The rows.
+        next_token: Whether the labels of a row are its own tokens or -100. Otherwise they may be
+            anything, and one label for the whole row is skipped.
 
-    next_token: labels, where a row has them, are its own tokens or -100; else any, and one for the
-    whole row is passed over.
+    Raises:
+        SourceError: A column is wrong; names row and column.
     """
     require_some(rows)
     names = (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK, SEGMENT_IDS)
@@ -408,13 +436,24 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int6
 
 
 def targets_of(columns: Mapping[str, Sequence[Int64]]) -> list[Int64]:
-    """The labels of `token_columns` where the loss mask lets them be."""
+    """Returns the labels of `token_columns`, -100 where the loss mask is 0."""
     pairs = zip(columns[LABELS], columns[LOSS_MASK], strict=True)
     return [np.where(mask != 0, labels, IGNORE) for labels, mask in pairs]
 
 
 def integers(row: Row, name: str, number: int, *, like: Array | None = None) -> Int64:
-    """Int64[n]; ones where the row has none and `like` says how many."""
+    """Returns a column of a row as Int64[n].
+
+    Args:
+        row: The row.
+        name: The column.
+        number: The number of the row in the batch, for error messages.
+        like: If given, a missing column is ones of this length, and the column must have this
+            length.
+
+    Raises:
+        SourceError: The column is missing, or does not hold integers of the right length.
+    """
     given = row.get(name) if isinstance(row, Mapping) else None
     if given is None and like is not None:
         return np.ones(like.size, np.int64)

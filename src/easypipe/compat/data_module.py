@@ -1,4 +1,4 @@
-"""Document 004: UniversalDataModule, any dataset to loaders of training and validation rows.
+"""Document 004: UniversalDataModule makes loaders of training and validation rows from any dataset.
 
 The task chooses the collator.
 """
@@ -32,9 +32,8 @@ log = logging.getLogger("easypipe")
 
 @runtime_checkable
 class DataModuleProtocol(Protocol):
-    """Any class with a loader to train on and a loader to validate on.
-
-    A class with these two methods implements it; it needs no base class.
+    """The protocol of classes with a training loader and a validation loader; it needs no base
+    class.
     """
 
     def train_dataloader(self) -> Any: ...
@@ -42,7 +41,9 @@ class DataModuleProtocol(Protocol):
 
 
 class Splits(NamedTuple):
-    """Rows of the training data: Int64[n] each, disjoint, together all of them; ascending."""
+    """Numbers of the rows to train on and to validate on: Int64[n] each, ascending, disjoint,
+    together all.
+    """
 
     train: Int64
     val: Int64
@@ -122,8 +123,14 @@ class UniversalDataModule:
             )
 
     def _check_text(self, first: Item, *, sure: bool) -> None:
-        """Raises ConfigError where the tokenizer is missing or has no effect. sure: that rows are
-        what the task or the collator takes them for.
+        """Checks that the tokenizer and max_length are given if and only if they have an effect.
+
+        Args:
+            first: The first row.
+            sure: Whether the kind of rows was chosen by the user, not guessed from the first row.
+
+        Raises:
+            ConfigError: The tokenizer is missing, or one of them has no effect.
         """
         have = list(first) if isinstance(first, Mapping) else [type(first).__name__]
         texts = isinstance(first, Mapping) and INPUT_IDS not in first
@@ -152,14 +159,16 @@ class UniversalDataModule:
 
     @cached_property
     def splits(self) -> Splits:
-        """Which rows of train_data are trained on, and which validated on."""
+        """The rows of train_data to train on, and those to validate on."""
         rows = len(self._train)
         held_out = 0 if self._val is not None else round(rows * self.val_split)
         order = permute(np.arange(rows), rows, fold(self.seed, "val_split"))
         return Splits(train=np.sort(order[held_out:]), val=np.sort(order[:held_out]))
 
     def train_dataloader(self) -> EpochLoader:
-        """A loader that begins after the last pass that a loader of this method finished."""
+        """Returns a loader that begins after the last pass that a loader of this method
+        finished.
+        """
         train = (
             self._train
             if len(self.splits.train) == len(self._train)
@@ -171,7 +180,7 @@ class UniversalDataModule:
         )
 
     def val_dataloader(self) -> Loader | None:
-        """The loader of held-out rows; None if nothing is held out."""
+        """Returns the loader of held-out rows; None if nothing is held out."""
         if self._val is None and not len(self.splits.val):
             return None
         val = self._val if self._val is not None else subset(self._train, self.splits.val.tolist())
@@ -180,9 +189,9 @@ class UniversalDataModule:
         ).loader(0)
 
     def dataset_config(self, data: Dataset, name: str) -> DatasetConfig | None:
-        """How a Pipeline reads these rows; None where it does not.
+        """Returns how a Pipeline reads these rows; None if it cannot.
 
-        It reads text to be trained on, where a tokenizer is known.
+        It can read text to be trained on if the tokenizer is known.
         """
         if not self._is_plain_text:
             return None
@@ -206,8 +215,8 @@ class UniversalDataModule:
 
     @property
     def _is_plain_text(self) -> bool:
-        """Whether batches are the Pipeline's: easypipe's own collator of text, and no options of
-        the task's.
+        """Whether the Pipeline makes the batches: with easypipe's own text collator and no task
+        options.
         """
         if self._collate_fn is not None:
             return False
@@ -241,7 +250,7 @@ class UniversalDataModule:
 
 
 class _Rows:
-    """A list whose arrays of integers are rows of tokens."""
+    """A list of rows in which arrays of integers count as rows of tokens."""
 
     def __init__(self, data: Sequence[Item]) -> None:
         self._data = data
@@ -254,7 +263,9 @@ class _Rows:
 
 
 def _row(row: Item) -> Any:
-    """`{"input_ids": row}` for a row that is an array of integers; any other as it is."""
+    """Returns `{"input_ids": row}` for a row that is an array of integers; any other row as it
+    is.
+    """
     if isinstance(row, Mapping | tuple | str | bytes):
         return row
     array = np.asarray(row)
@@ -262,6 +273,7 @@ def _row(row: Item) -> Any:
 
 
 def _task_of(row: Item) -> TaskSpec:
+    """Returns the task that a row looks like."""
     if isinstance(row, Mapping):
         if any(name in row for name in (INPUT_IDS, TEXT, MESSAGES)):
             return TaskSpec.lm_tiny()

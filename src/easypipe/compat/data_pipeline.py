@@ -1,7 +1,7 @@
-"""Document 000: DataPipeline, a YAML file to the loaders of its splits, every failure a Result.
+"""Document 000: DataPipeline makes loaders of the splits in a YAML file; every failure is a Result.
 
-A thin layer: the file says what `DatasetConfig(prompt=...)`, `TokenizerConfig` and
-`DataLoaderConfig` say, and the Pipeline that they make reads it.
+It is a thin layer: the file says what `DatasetConfig(prompt=...)`, `TokenizerConfig` and
+`DataLoaderConfig` say, and the Pipeline that they describe reads it.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ class DatasetSection:
             )
 
     def rows(self, split: str) -> Arguments:
-        """The fields of DatasetConfig that say where a split's rows are.
+        """Returns the fields of DatasetConfig that say where a split's rows are.
 
-        Raises ConfigError for a split that data_files does not name.
+        Raises:
+            ConfigError: data_files does not name the split.
         """
         rows: Arguments = {
             "num_rows": self.num_rows,
@@ -131,6 +132,7 @@ class TokenizerSection:
         self.config()
 
     def config(self) -> TokenizerConfig:
+        """Returns the TokenizerConfig of this section."""
         return TokenizerConfig(
             name_or_path=self.name_or_path,
             max_length=self.max_length,
@@ -179,7 +181,7 @@ class DataPipelineConfig:
         )
 
     def problems(self) -> list[ConfigError]:
-        """What is wrong between the sections; each has checked itself when it was made."""
+        """Returns what is wrong between the sections; each section has already checked itself."""
         problems = []
         if self.dataset.streaming and self.dataloader.world_size > 1:
             problem = "ranks share rows by their numbers, and a stream has none"
@@ -210,10 +212,12 @@ class DataPipeline:
     shuffle=True).unwrap()`
 
     `from_config` returns an error as Err, the constructor raises it, and `validate` lists it.
+
+    Raises:
+        ConfigError: Something is wrong between the sections; the first such thing.
     """
 
     def __init__(self, config: DataPipelineConfig) -> None:
-        """Raises ConfigError for the first thing that is wrong between the sections."""
         for problem in config.problems():
             raise problem
         self.config = config
@@ -223,14 +227,16 @@ class DataPipeline:
     def from_config(
         cls, config: DataPipelineConfig | Settings | str | Path
     ) -> Result[Self, EasypipeError]:
-        """config: the path of a YAML file, the same as a dict, or a DataPipelineConfig."""
+        """Makes a DataPipeline from the path of a YAML file, from its contents as a dict, or from a
+        config.
+        """
         return attempt(_read, config).and_then(lambda made: attempt(cls, made))
 
     @staticmethod
     def validate(config: DataPipelineConfig | Settings | str | Path) -> list[str]:
         """Lists everything that is wrong with a config; [] if it is right.
 
-        Opens no dataset and no tokenizer.
+        It opens no dataset and no tokenizer.
         """
         made = attempt(_read, config)
         return (
@@ -242,19 +248,20 @@ class DataPipeline:
     def get_dataloader(
         self, split: str, shuffle: bool | None = None
     ) -> Result[EpochLoader, EasypipeError]:
-        """The Loader of a split.
+        """Returns the Loader of a split. Tokenizes what is not in the token cache yet.
 
         Batches have `input_ids`, `labels`, `attention_mask`, `segment_ids`, `position_ids`,
-        Int32[B, T].
+        Int32[B, T]. Every iteration is the next pass, in an order of its own if rows are shuffled;
+        a loader begins at the pass after the last one that a loader of this split has finished.
 
-        Every iteration is the next pass, in an order of its own where rows are shuffled; a loader
-        begins at the pass behind the last one that a loader of this split has finished.
-        shuffle: None takes dataloader.shuffle. Tokenizes what is not in the token cache yet.
+        Args:
+            split: The name of the split.
+            shuffle: Whether to shuffle rows; None takes dataloader.shuffle.
         """
         return attempt(self._loader, split, shuffle)
 
     def dataset_config(self, split: str) -> DatasetConfig:
-        """How a Pipeline reads a split."""
+        """Returns how a Pipeline reads a split."""
         sections = self.config
         return DatasetConfig(
             name=split.partition("[")[0],
@@ -266,7 +273,7 @@ class DataPipeline:
 
     @cached_property
     def options(self) -> DataLoaderConfig:
-        """The dataloader section, with the seed that was drawn where none was given."""
+        """The dataloader section, with a drawn seed if none was given."""
         return self.config.dataloader.with_seed(drawing=True)
 
     def _loader(self, split: str, shuffle: bool | None) -> EpochLoader:
@@ -282,6 +289,7 @@ class DataPipeline:
 
 
 def _read(given: DataPipelineConfig | Settings | str | Path) -> DataPipelineConfig:
+    """Returns the config that was given, or that a path or a dict holds."""
     if isinstance(given, str | Path):
         given = load_yaml(given)
     return given if isinstance(given, DataPipelineConfig) else from_dict(DataPipelineConfig, given)

@@ -65,7 +65,7 @@ class PreprocessedDataset:
         return len(self._data)
 
     def __getitem__(self, index: int) -> Encoded:
-        """`input_ids` Int32[n], `loss_mask` UInt8[n]: 1 where a token is a target."""
+        """Returns `input_ids` Int32[n] and `loss_mask` UInt8[n]: 1 where a token is a target."""
         number = index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"row {index} of {len(self)}")
@@ -80,9 +80,9 @@ class PreprocessedDataset:
         return (self[i] for i in range(len(self)))
 
     def select(self, indices: Iterable[int]) -> PreprocessedDataset:
-        """Some of the rows, in that order, as a dataset of their own.
+        """Returns some of the rows, in that order, as a dataset of their own.
 
-        Those that were encoded stay so.
+        Rows that were encoded stay so.
         """
         chosen = [int(i) for i in indices]
         made = PreprocessedDataset(subset(self._data, chosen), self._engine, self._keeps)
@@ -96,14 +96,13 @@ class PreprocessedDataset:
 
     @property
     def collate_fn(self) -> Collate:
-        """What makes batches of its rows where no other collator is given.
-
-        They are those of a Pipeline's loader.
+        """The collator of its rows if no other is given. Batches are those of a Pipeline's
+        loader.
         """
         return _collator_of(self._engine)
 
     def as_dataset_config(self) -> DatasetConfig | None:
-        """How a Pipeline reads the same rows; None where the engine is one's own."""
+        """Returns how a Pipeline reads the same rows; None if the engine is the user's own."""
         engine = self._engine
         if type(engine) is not PromptEngine:
             return None
@@ -155,7 +154,7 @@ class StreamingPreprocessedDataset:
         self._data, self._engine = hf_iterable, prompt_engine
         self.buffer_size, self.skip_errors, self.seed = buffer_size, skip_errors, seed
         self.rank, self.world_size, self.epoch = rank, world_size, 0
-        self.skipped: Counter[str] = Counter()  # of the newest iteration
+        self.skipped: Counter[str] = Counter()  # rows left out of the newest iteration, by reason
 
     def __iter__(self) -> Iterator[Encoded]:
         worker, workers = torch_worker()
@@ -192,7 +191,7 @@ class StreamingPreprocessedDataset:
             passed_on(epoch)
 
     def sharded(self, rank: int, world_size: int) -> StreamingPreprocessedDataset:
-        """The same for another rank."""
+        """Returns the same dataset for another rank."""
         options = (self.buffer_size, self.skip_errors, self.seed, rank, world_size)
         return StreamingPreprocessedDataset(self._data, self._engine, *options)
 
@@ -203,16 +202,20 @@ class StreamingPreprocessedDataset:
 
     @property
     def collate_fn(self) -> Collate:
-        """As PreprocessedDataset's."""
+        """The collator of its rows, as in PreprocessedDataset."""
         return _collator_of(self._engine)
 
 
 def create_preprocessed_dataset(
     hf_dataset: Dataset, prompt_engine: PromptEngine, streaming: bool = False, **options: Any
 ) -> PreprocessedDataset | StreamingPreprocessedDataset:
-    """A PreprocessedDataset, or with `streaming` a StreamingPreprocessedDataset.
+    """Makes a PreprocessedDataset, or with `streaming` a StreamingPreprocessedDataset.
 
-    options: those of the class.
+    Args:
+        hf_dataset: The rows.
+        prompt_engine: Encodes a row.
+        streaming: Whether rows are encoded while they are read.
+        options: Options of the class.
     """
     kind = StreamingPreprocessedDataset if streaming else PreprocessedDataset
     return kind(hf_dataset, prompt_engine, **options)
@@ -236,7 +239,7 @@ class Subset:
 
 
 def subset(data: Dataset, indices: Sequence[int]) -> Any:
-    """Rows of a dataset by its own `select`, of a list as a list, of anything else by number."""
+    """Returns some rows by the dataset's own `select`, as a list of a list, or as a Subset."""
     if isinstance(data, list | tuple):
         return [data[i] for i in indices]
     select = attribute_of(data, "select")
@@ -244,7 +247,11 @@ def subset(data: Dataset, indices: Sequence[int]) -> Any:
 
 
 def _require_engine(engine: Any) -> None:
-    """Raises ConfigError for what encodes no rows."""
+    """Checks that an object encodes rows.
+
+    Raises:
+        ConfigError: It does not.
+    """
     require(
         not isinstance(engine, str | bytes) and callable(attribute_of(engine, "encode")),
         "prompt_engine",
@@ -254,6 +261,7 @@ def _require_engine(engine: Any) -> None:
 
 
 def _encode(engine: PromptEngine, row: Item, number: int) -> Encoded:
+    """Encodes a row; an error names the row."""
     try:
         return _with_ids(engine, engine.encode(row))
     except SourceError as error:
@@ -266,8 +274,10 @@ def _encode(engine: PromptEngine, row: Item, number: int) -> Encoded:
 
 
 def _with_ids(engine: Any, made: Item) -> Encoded:
-    """What an engine of one's own makes of a row, in NumPy's arrays. Raises SourceError where there
-    are no tokens in it.
+    """Returns what a user's own engine made of a row, as NumPy arrays.
+
+    Raises:
+        SourceError: There are no tokens in it.
     """
     if type(engine) is PromptEngine:
         return made
@@ -289,13 +299,14 @@ def _collator_of(engine: PromptEngine) -> Collate:
 
 
 def _recipe(engine: PromptEngine) -> str:
-    if type(engine) is not PromptEngine:  # of which nothing more is known
+    """Returns a digest of what decides the tokens of an engine."""
+    if type(engine) is not PromptEngine:  # nothing more is known of it
         return digest(type(engine).__module__, type(engine).__qualname__)
     return digest(engine.config, engine.tokenizer.fingerprint, engine.tokenizer.config.max_length)
 
 
 def _shuffled(rows: Iterator[tuple[int, Any]], size: int, key: int) -> Iterator[tuple[int, Any]]:
-    """Permuted within consecutive blocks of `size`."""
+    """Yields the rows, permuted within consecutive blocks of `size`."""
     if size <= 1:
         yield from rows
         return

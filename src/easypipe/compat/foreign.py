@@ -1,4 +1,4 @@
-"""All documents: objects of other libraries and users, and which tokenizer they are or name."""
+"""All documents: objects of other libraries and users, and the tokenizers that they are or name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from easypipe.core.values import Integers, Row, attribute_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-# What documents leave open: anything that acts like one. `core.values.attribute_of` asks it.
+# The documents leave open what a tokenizer is: anything that acts like one.
+# `core.values.attribute_of` reads its attributes.
 TokenizerLike = Any  # a Tokenizer, its config, a name, another library's, a user's `encode(text)`
 Rows = Sequence[Row]
 
@@ -24,10 +25,15 @@ MESSAGES = "messages"
 
 
 def tokenizer_config(tokenizer: TokenizerLike, **changes: Any) -> TokenizerConfig:
-    """The config that a tokenizer has, is, or names, with `changes`.
+    """Returns the config that a tokenizer has, is, or names, with `changes`.
 
-    tokenizer: a Tokenizer, a TokenizerConfig, a name, or another library's tokenizer with
-    `name_or_path`.
+    Args:
+        tokenizer: A Tokenizer, a TokenizerConfig, a name, or another library's tokenizer with
+            `name_or_path`.
+        changes: Fields of TokenizerConfig to set, if not None.
+
+    Raises:
+        ConfigError: It names no tokenizer, or one with another number of tokens.
     """
     if isinstance(tokenizer, Tokenizer):
         tokenizer = tokenizer.config
@@ -55,7 +61,7 @@ def tokenizer_config(tokenizer: TokenizerLike, **changes: Any) -> TokenizerConfi
 
 
 def is_own(tokenizer: TokenizerLike) -> bool:
-    """Whether it is nothing but an object of the user's that has `encode(text)`."""
+    """Returns whether it is only known as a user's object that has `encode(text)`."""
     if isinstance(tokenizer, str | Tokenizer | TokenizerConfig):
         return False
     named = attribute_of(tokenizer, "name_or_path")
@@ -63,16 +69,17 @@ def is_own(tokenizer: TokenizerLike) -> bool:
 
 
 def vocabulary_of(tokenizer: TokenizerLike) -> Mapping[str, int] | None:
-    """Tokens and their ids, where an object of the user's tells them."""
+    """Returns tokens and their ids, if a user's object tells them."""
     known = attribute_of(tokenizer, "get_vocab")
     found = known() if callable(known) else None
     return found if isinstance(found, Mapping) and found else None
 
 
 class OwnTokenizer:
-    """A user's `encode(text)`, which gives ids, or a dict with `input_ids`, for collators.
+    """A user's object with `encode(text)`, which returns ids or a dict with `input_ids`, for
+    collators.
 
-    It is not known by content, but by its class.
+    Its fingerprint is that of its class, since its content is not known.
     """
 
     def __init__(self, tokenizer: TokenizerLike, max_length: int | None) -> None:
@@ -87,7 +94,7 @@ class OwnTokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int | None:
-        """How many ids there are, as far as the object tells."""
+        """The number of ids, if the object tells it."""
         vocabulary = vocabulary_of(self._own)
         if vocabulary is not None:
             return max(vocabulary.values()) + 1
@@ -97,15 +104,19 @@ class OwnTokenizer:
 
     @property
     def special_token_ids(self) -> list[int]:
-        """Its tokens that are no text, as far as the object tells."""
+        """The special tokens that the object tells of."""
         known = self.bos_token_id, self.eos_token_id, self.pad_token_id, self.mask_token_id
         return [token for token in known if token is not None]
 
     def reference_encode(self, text: str) -> Integers:
-        """Raises SourceError where there are no ids."""
+        """Returns the ids of a text, cut to max_length.
+
+        Raises:
+            SourceError: `encode` returned no ids.
+        """
         made = self._own.encode(text)
         ids = made[INPUT_IDS] if isinstance(made, Mapping) and INPUT_IDS in made else made
-        own = attribute_of(ids, "ids")  # `tokenizers` gives an Encoding
+        own = attribute_of(ids, "ids")  # `tokenizers` returns an Encoding
         array = np.asarray(ids if own is None else own)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             problem = f"{type(self._own).__name__}.encode gave {type(made).__name__}"
@@ -120,10 +131,10 @@ class OwnTokenizer:
 def as_tokenizer(
     tokenizer: TokenizerLike, *, max_length: int | None = None
 ) -> Tokenizer | OwnTokenizer:
-    """A tokenizer that encodes, of whatever names one.
+    """Returns a tokenizer that encodes, from whatever is or names one.
 
-    A Tokenizer stays as it is, unless it has to cut at another length; any other way to name
-    one is loaded; what has none becomes an OwnTokenizer.
+    A Tokenizer stays as it is, unless it has to cut at another length; anything else that names one
+    is loaded; a user's object becomes an OwnTokenizer.
     """
     if isinstance(tokenizer, OwnTokenizer):
         return tokenizer
@@ -135,5 +146,5 @@ def as_tokenizer(
 
 
 def pad_of(tokenizer: TokenizerLike) -> int:
-    """The token that fills rows up: the tokenizer's own, else its EOS, else 0."""
+    """Returns the token that pads rows: the tokenizer's own, else its EOS, else 0."""
     return attribute_of(tokenizer, "pad_token_id", "eos_token_id") or 0

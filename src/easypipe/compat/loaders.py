@@ -1,4 +1,5 @@
-"""Documents 001 and 004: DataLoaderConfig, DataLoaderFactory, DataLoaderBuilder → the one Loader.
+"""Documents 001 and 004: DataLoaderConfig, DataLoaderFactory and DataLoaderBuilder make the one
+Loader.
 
 Datasets of text that know their tokenizer (PreprocessedDataset) become the Pipeline that reads
 them; every other dataset goes into the same Loader through a collator.
@@ -37,10 +38,12 @@ PREFETCH_FACTOR = 2  # batches ahead of each worker
 
 @runtime_checkable
 class TextDataset(Protocol):
-    """A dataset that says how a Pipeline reads it."""
+    """A dataset that tells how a Pipeline reads it."""
 
     def as_dataset_config(self) -> DatasetConfig | None:
-        """None where only its rows, one by one, say what they hold."""
+        """Returns how a Pipeline reads the rows; None if only the rows themselves tell what they
+        hold.
+        """
         ...
 
 
@@ -118,6 +121,7 @@ class DataLoaderConfig:
 
     @property
     def workers(self) -> int:
+        """The number of threads that make batches ahead; 0 for none."""
         return (
             max(1, min(4, (os.cpu_count() or 1) // 2))
             if self.num_workers is None
@@ -126,10 +130,11 @@ class DataLoaderConfig:
 
     @property
     def order_is_drawn(self) -> bool:
+        """Whether the seed decides the order."""
         return self.shuffle or self.group_by_length is not None
 
     def load_options(self) -> LoadStageConfig:
-        """The same in the Loader's words."""
+        """Returns the same options as a LoadStageConfig."""
         workers = max(self.workers, 1)
         factor = PREFETCH_FACTOR if self.prefetch_factor is None else self.prefetch_factor
         require(factor >= 1, "prefetch_factor", f"{factor} batches", "Give at least 1.")
@@ -145,7 +150,12 @@ class DataLoaderConfig:
         )
 
     def with_seed(self, *, drawing: bool) -> DataLoaderConfig:
-        """The same with a seed: drawn and logged where it decides something."""
+        """Returns the options with a seed, which is drawn and logged if none was given and it
+        matters.
+
+        Args:
+            drawing: Whether the seed decides anything; else it becomes 0.
+        """
         if self.seed is not None:
             return self
         if not drawing:
@@ -157,6 +167,7 @@ class DataLoaderConfig:
         return dataclasses.replace(self, seed=seed)
 
     def warn_of_what_has_no_effect(self) -> None:
+        """Logs a warning for each option that was set and has no effect."""
         for name, given, why in (
             (
                 "pin_memory",
@@ -184,13 +195,16 @@ class DataLoaderFactory:
     def create_dataloader(
         self, dataset: Dataset, config: DataLoaderConfig | None = None, *, name: str = "dataset1"
     ) -> EpochLoader:
-        """A Loader over a dataset.
+        """Returns a Loader over a dataset.
 
-        dataset: one of easypipe's, anything with `len()` and rows by number, or (read in its
-        order) anything to iterate over.
+        Args:
+            dataset: One of easypipe's, anything with `len()` and rows by number, or (read in its
+                order) anything to iterate over.
+            config: The options.
+            name: Decides the order, with the seed, as a Pipeline's dataset does by its name.
 
-        name: decides the order, with the seed, as a Pipeline's dataset does by its name. Raises
-        ConfigError for what cannot be read so, and where no batch is ever full.
+        Raises:
+            ConfigError: The dataset cannot be read so, or no batch is ever full.
         """
         options = config or DataLoaderConfig()
         options.warn_of_what_has_no_effect()
@@ -232,9 +246,12 @@ class DataLoaderFactory:
 def text_loader(
     dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None
 ) -> EpochLoader:
-    """The Pipeline that `compat` is short for where rows are text: every document a row of its own.
+    """Returns the loader of a Pipeline in which every document is a row of its own.
 
-    columns: of the source, which have to be there.
+    Args:
+        dataset: How the Pipeline reads the rows.
+        options: The options of the loader.
+        columns: Columns that the source must have.
     """
     options = options.with_seed(drawing=options.order_is_drawn)
     pipeline = _text_pipeline(dataset, options, columns, streaming=False)
@@ -252,12 +269,12 @@ def text_loader(
 def text_stream(
     dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None
 ) -> EpochLoader:
-    """The same, read forward."""
+    """Returns the loader of text_loader for a dataset that is read forward."""
     options = options.with_seed(drawing=options.order_is_drawn)
     pipeline = _text_pipeline(dataset, options, columns, streaming=True)
     load, together = options.load_options(), options.num_epochs or 1
     if options.num_epochs is not None:
-        load = dataclasses.replace(load, num_epochs=1)  # streams would begin theirs one by one
+        load = dataclasses.replace(load, num_epochs=1)  # passes_of_streams counts the passes
     return passes_of_streams(pipeline.load(load).build(), together)
 
 
@@ -268,6 +285,11 @@ def _text_pipeline(
     *,
     streaming: bool,
 ) -> Pipeline:
+    """Returns the Pipeline up to tokens.
+
+    Raises:
+        ConfigError: The source lacks a column.
+    """
     order = OrderConfig(shuffle=options.shuffle)
     pipeline = Pipeline(
         PipelineConfig(datasets=(dataset,), seed=options.seed, order=order, streaming=streaming)
@@ -298,15 +320,23 @@ class DataLoaderBuilder:
         return self.with_options(batch_size=batch_size)
 
     def with_distributed(self, rank: int, world_size: int) -> Self:
-        """Of every world_size neighbouring rows, this process reads the one with number `rank`."""
+        """Sets the rank: of every world_size neighbouring rows, this process reads the one numbered
+        `rank`.
+        """
         return self.with_options(rank=rank, world_size=world_size)
 
     def with_workers(self, num: int, pin_memory: bool | None = None) -> Self:
-        """num: threads that make batches ahead. pin_memory: see DataLoaderConfig."""
+        """Sets the number of threads that make batches ahead; for pin_memory see
+        DataLoaderConfig.
+        """
         return self.with_options(num_workers=num, pin_memory=pin_memory)
 
     def with_options(self, **options: Any) -> Self:
-        """Any field of DataLoaderConfig. Raises ConfigError for another."""
+        """Sets any fields of DataLoaderConfig.
+
+        Raises:
+            ConfigError: There is no such field.
+        """
         known = [field.name for field in dataclasses.fields(DataLoaderConfig)]
         for key in options:
             require_known(key, known, key, "unknown option")
@@ -314,10 +344,12 @@ class DataLoaderBuilder:
         return self
 
     def build(self) -> EpochLoader:
-        """The Loader that the options describe.
+        """Returns the Loader that the options describe.
 
-        Raises ConfigError where there is no dataset, and what DataLoaderConfig and the factory
-        raise.
+        Errors are also those of DataLoaderConfig and the factory.
+
+        Raises:
+            ConfigError: There is no dataset.
         """
         require(
             self._dataset is not None,
@@ -331,7 +363,11 @@ class DataLoaderBuilder:
 
 
 def require_rows(dataset: Dataset, *, at: str) -> None:
-    """Raises ConfigError for what does not give rows by number."""
+    """Checks that a dataset returns rows by number.
+
+    Raises:
+        ConfigError: It does not.
+    """
     name = type(dataset).__name__
     if isinstance(dataset, Mapping):
         fix = "Give one of its splits, or rows: a list of dicts."
@@ -359,6 +395,11 @@ def require_rows(dataset: Dataset, *, at: str) -> None:
 
 
 def _forward_loader(dataset: Dataset, options: DataLoaderConfig, name: str) -> EpochLoader:
+    """Returns the loader of a dataset that can only be iterated over.
+
+    Raises:
+        ConfigError: It would have to be shuffled or read several times.
+    """
     require(
         not options.shuffle,
         "shuffle",
@@ -392,7 +433,12 @@ def _forward_loader(dataset: Dataset, options: DataLoaderConfig, name: str) -> E
 
 
 def _ranked(make: Callable[[int], Loader], options: DataLoaderConfig) -> EpochLoader:
-    """The passes of this rank. make: the loader of a pass, of all ranks."""
+    """Returns the passes of this rank.
+
+    Args:
+        make: Makes the loader of a pass, for all ranks.
+        options: The options of the loader.
+    """
     size = options.world_size
     own = EpochLoader(make if size == 1 else lambda epoch: make(epoch).of_rank(options.rank, size))
     require_a_batch(own.name, own.rows, own.config)

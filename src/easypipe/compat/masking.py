@@ -23,13 +23,14 @@ from easypipe.core.values import Batch, Bools, Identity, Int64, Row
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 WORD_IDS = "word_ids"
-# of the chosen: below the first the mask token, below the second any token, else itself
+# A chosen token becomes the mask token if its draw is below the first, any token if below the
+# second, and stays otherwise.
 MASKED, REPLACED = 0.8, 0.9
 
 
 @dataclass(frozen=True, eq=False)
 class MaskedLMCollator:
-    """See create_masked_lm_collate.
+    """The collator of create_masked_lm_collate.
 
     Law: what a row becomes depends on the row and its key alone.
     """
@@ -37,9 +38,10 @@ class MaskedLMCollator:
     padding: Padding
     mask_token_id: int
     vocab_size: int
-    special: Bools  # Bool[vocab]: never chosen, never drawn
+    special: Bools  # Bool[vocab]: tokens never chosen and never drawn
     probability: float
-    # Bool[vocab]: begins a word; None: tokens are chosen one by one, or rows have word_ids
+    # Bool[vocab]: tokens that begin a word; None: tokens are chosen one by one, or rows have
+    # word_ids.
     starts: Bools | None
     whole_word: bool
     seed: int
@@ -64,10 +66,10 @@ class MaskedLMCollator:
     def __call__(self, rows: Rows, *, keys: Sequence[int] | None = None) -> Batch:
         rule, columns = self.padding, token_columns(rows)
         width = rule.width(columns[INPUT_IDS])
-        if keys is None:  # called by hand: the same row is masked the same way wherever it stands
+        if keys is None:  # called by hand: equal rows are masked alike
             keys = [fold(self.seed, digest(ids.tolist())) for ids in columns[INPUT_IDS]]
         hidden, labels = [], []
-        # every row has draws of its own
+        # Every row has draws of its own.
         for i, (row, key) in enumerate(zip(rows, keys, strict=True)):
             ids, attended = columns[INPUT_IDS][i], columns[ATTENTION_MASK][i]
             words, own = self._words(row, ids, i), fold(self.seed, "masked_lm", key)
@@ -90,7 +92,11 @@ class MaskedLMCollator:
         words: Int64,
         key: int,
     ) -> tuple[Int64, Int64]:
-        """(what is shown, what is to be said, -100 elsewhere), Int64[n] each."""
+        """Returns (the tokens to show, the tokens to predict, -100 elsewhere), Int64[n] each.
+
+        Raises:
+            SourceError: A token is outside the vocabulary.
+        """
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if outside.size:
             raise SourceError(
@@ -107,11 +113,16 @@ class MaskedLMCollator:
         return shown, np.where(chosen, ids, IGNORE)
 
     def _words(self, row: Row, ids: Int64, number: int) -> Int64:
-        """The word of each token, Int64[n]; tokens themselves where they are chosen one by one."""
+        """Returns the word of each token, Int64[n]; the token's place if tokens are chosen one by
+        one.
+
+        Raises:
+            SourceError: The words are not known.
+        """
         if not self.whole_word:
             return np.arange(ids.size)
         if row.get(WORD_IDS) is not None:
-            # None: of no word
+            # None: the token is in no word
             own = [-1 - i if word is None else word for i, word in enumerate(row[WORD_IDS])]
             return integers({WORD_IDS: own}, WORD_IDS, number, like=ids)
         if self.starts is None:
@@ -187,7 +198,7 @@ def create_masked_lm_collate(
 
 
 def _specials(tokenizer: Tokenizer | OwnTokenizer) -> tuple[list[int], int | None]:
-    """The ids of its special tokens, and of the one that hides others."""
+    """Returns the ids of a tokenizer's special tokens, and the id of its mask token."""
     if isinstance(tokenizer, OwnTokenizer):
         return tokenizer.special_token_ids, tokenizer.mask_token_id
     by_name = {tokenizer.token(i): i for i in range(tokenizer.vocab_size)}
@@ -197,7 +208,11 @@ def _specials(tokenizer: Tokenizer | OwnTokenizer) -> tuple[list[int], int | Non
 
 
 def _special(mask_token_id: int, special: Sequence[int], vocab_size: int) -> Bools:
-    """Bool[vocab_size]: the tokens that are never hidden."""
+    """Returns Bool[vocab_size]: the tokens that are never hidden.
+
+    Raises:
+        ConfigError: An id is outside the vocabulary, or all tokens are special.
+    """
     for name, ids in (("mask_token_id", [mask_token_id]), ("special_token_ids", special)):
         for number in ids:
             require(
@@ -217,7 +232,9 @@ def _special(mask_token_id: int, special: Sequence[int], vocab_size: int) -> Boo
 
 
 def _draw(key: int, what: str, numbers: Int64) -> NDArray[np.float64]:
-    """Uniform on [0, 1), Float64[n]: one for each of `numbers`, equal where they are."""
+    """Returns uniform draws on [0, 1), Float64[n], one for each of `numbers`, the same for equal
+    numbers.
+    """
     words = mix64(
         numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(fold(key, what))
     )
@@ -227,15 +244,16 @@ def _draw(key: int, what: str, numbers: Int64) -> NDArray[np.float64]:
 __all__ = ["MaskedLMCollator", "create_masked_lm_collate"]
 
 
-CONTINUES = "##"  # WordPiece: what does not begin a word
-BEGINS = ("▁", "Ġ")  # SentencePiece, and byte-level BPE: a space in front
+CONTINUES = "##"  # WordPiece: the token continues a word
+BEGINS = ("▁", "Ġ")  # SentencePiece, byte-level BPE: a space before it
 BREAKS = ("Ċ", "ĉ", "\n", "\t")  # byte-level newline and tab
 
 
 def word_starts(tokenizer: Tokenizer) -> Bools:
-    """Bool[vocab]: whether a token begins a word wherever it stands; special tokens do.
+    """Returns Bool[vocab]: whether a token begins a word wherever it stands; special tokens do.
 
-    Raises TokenizerError where no mark is known.
+    Raises:
+        TokenizerError: The vocabulary does not mark where words begin.
     """
     tokens = [tokenizer.token(i) or "" for i in range(tokenizer.vocab_size)]
     special = set(tokenizer.special_tokens)

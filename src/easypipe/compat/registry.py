@@ -36,7 +36,7 @@ from easypipe.core.schema import INPUT_IDS, TaskSpec
 from easypipe.core.values import Batch, Collate, Identity, Row
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
-# Document 004: LanguageModelingDataCollator, rows of tokens or of text → batches.
+# LanguageModelingDataCollator: rows of tokens or of text → batches.
 
 
 class LanguageModelingDataCollator:
@@ -120,26 +120,35 @@ log = logging.getLogger("easypipe")
 
 Factory = Callable[..., Collate]
 DEFAULT = "default"
-TASK = "task_spec"  # the argument of a factory that is no option
+TASK = "task_spec"  # the parameter of a factory that is not an option
 
 
 @dataclass(frozen=True)
 class Registered:
-    """One collator. builtin: easypipe's own, which a user's of the same name takes the place of."""
+    """A registered collator.
+
+    Attributes:
+        name: Its name.
+        factory: The function that makes it.
+        modality: The modality of its tasks.
+        task_type: The task type; None for any.
+        description: What it is for.
+        inner: The function to which the factory passes `**options`, if any.
+        builtin: Whether it is easypipe's own, which a user's of the same name replaces.
+    """
 
     name: str
     factory: Factory
     modality: str
     task_type: str | None
     description: str
-    inner: Factory | None = None  # what the factory passes on to, where it takes `**options`
+    inner: Factory | None = None
     builtin: bool = False
 
     @property
     def options(self) -> tuple[dict[str, bool], bool]:
-        """What the factory takes beside the task, and whether it takes anything else.
-
-        Each option is given with whether it has to be there.
+        """The options of the factory, each with whether it is required, and whether it takes any
+        others.
         """
         named: dict[str, bool] = {}
         anything = False
@@ -152,6 +161,7 @@ class Registered:
         return named, anything
 
     def takes(self, option: str) -> bool:
+        """Returns whether the factory takes an option."""
         named, anything = self.options
         return anything or option in named
 
@@ -177,7 +187,7 @@ class CollatorRegistry:
         return tuple(sorted(self._known))
 
     def describe(self) -> dict[str, str]:
-        """{name: what it is for}."""
+        """Returns {name: what it is for}."""
         return {name: self._known[name].description for name in self.names}
 
     def register(
@@ -189,13 +199,20 @@ class CollatorRegistry:
         description: str = "",
         replace: bool = False,
     ) -> Callable[[Factory], Factory]:
-        """A decorator of a factory.
+        """Returns a decorator that registers a factory.
 
-        modality: any word. task_type: registers it for tasks of that type alone.
+        A built-in collator of that name is replaced, which is logged. Registering the same function
+        again, as a notebook's cell does, replaces it too.
 
-        A built-in of that name is replaced, which is logged; so is the same function registered
-        again, as by a notebook's cell. Raises ConfigError where somebody else's has the name,
-        unless replace=True.
+        Args:
+            name: The name of the collator.
+            modality: Any word.
+            task_type: Registers it for tasks of that type alone.
+            description: What it is for; default: the docstring of the factory.
+            replace: Whether it may replace another collator of that name.
+
+        Raises:
+            ConfigError: Another factory has the name, and replace is False.
         """
         require(name and modality, "register", "name and modality are words", "Give both.")
 
@@ -218,12 +235,16 @@ class CollatorRegistry:
     def get_collator(
         self, task_spec: TaskSpec | None = None, collator_name: str | None = None, **options: Any
     ) -> Collate:
-        """The collator of that name, else of that task, else the default one.
+        """Returns the collator of a name, else of a task, else the default one.
 
-        Options lie over those of the task.
+        Args:
+            task_spec: The task.
+            collator_name: The name of a collator.
+            options: Options of the collator, which override those of the task.
 
-        Raises ConfigError for a name that is not there, a task that several collators fit, and an
-        option that the collator does not know.
+        Raises:
+            ConfigError: The name does not exist, several collators fit the task, or an option is
+                unknown or missing.
         """
         entry = self.find(task_spec, collator_name)
         known, anything = entry.options
@@ -245,7 +266,11 @@ class CollatorRegistry:
     def find(
         self, task_spec: TaskSpec | None = None, collator_name: str | None = None
     ) -> Registered:
-        """What get_collator makes its collator with."""
+        """Returns the entry of the collator that get_collator makes.
+
+        Raises:
+            ConfigError: The name does not exist, or several collators fit the task.
+        """
         if collator_name is not None:
             require_known(
                 collator_name,
@@ -257,7 +282,7 @@ class CollatorRegistry:
             return self._known[collator_name]
         if task_spec is None:
             return self._known[DEFAULT]
-        if not isinstance(task_spec, TaskSpec):  # a name, most often
+        if not isinstance(task_spec, TaskSpec):  # most often a name
             raise ConfigError(
                 at="task_spec",
                 problem=f"{task_spec!r} is no TaskSpec",

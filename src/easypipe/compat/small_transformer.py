@@ -1,9 +1,8 @@
 """Document 003: train_tokenizer, TransformerDataset, create_dataloaders for a small transformer.
 
-A tokenizer of one's own, a continuous stream of tokens, a training and a validation loader. The
-stream is that of the Pipeline: `pack` with strategy "stream",
-segments "row" and nothing shuffled, so the documents stand in the order of the files with EOS
-between them.
+A tokenizer of the user's own, a continuous stream of tokens, a training and a validation loader.
+The stream is that of the Pipeline: `pack` with strategy "stream", segments "row" and nothing
+shuffled, so the documents have the order of the files, with EOS between them.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 SPECIAL_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
-# in tokenizer_config.json
+# Their keys in tokenizer_config.json.
 ROLES = {"[CLS]": "cls_token", "[SEP]": "sep_token", "[MASK]": "mask_token", "[PAD]": "pad_token"}
 ROWS_AT_A_TIME = 1024
 
 
 class BPETokenizer:
-    """A byte-level BPE in a folder, as `train_tokenizer` writes it.
+    """A byte-level BPE tokenizer in a folder, as `train_tokenizer` writes it.
 
     It also opens any other tokenizer folder or Hub name.
     """
@@ -74,7 +73,11 @@ class BPETokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Self:
-        """Raises TokenizerError where none is there."""
+        """Opens the tokenizer of a folder or Hub name.
+
+        Raises:
+            TokenizerError: There is none.
+        """
         return cls(load_tokenizer(TokenizerConfig(name_or_path=str(path))))
 
     @property
@@ -82,17 +85,22 @@ class BPETokenizer:
         return self.tokenizer.name
 
     def get_vocab_size(self) -> int:
-        """Tokens, special ones included: how many rows an embedding needs."""
+        """Returns the number of tokens, special ones included: the rows that an embedding needs."""
         return self.tokenizer.vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> dict[str, list[int]]:
-        """The tokens of a text, as BERT's models take them.
+        """Returns the tokens of a text, in the form that BERT's models take.
 
-        `input_ids`, `token_type_ids` (all 0: one text) and `attention_mask` (all 1: no
-        padding), equally long.
+        Args:
+            text: The text.
+            add_special_tokens: Whether to put [CLS] before the text and [SEP] after it.
 
-        add_special_tokens: [CLS] in front and [SEP] behind. Raises TokenizerError where the
-        tokenizer has none.
+        Returns:
+            `input_ids`, `token_type_ids` (all 0: one text) and `attention_mask` (all 1: no
+            padding), of equal length.
+
+        Raises:
+            TokenizerError: The tokenizer has no [CLS] or [SEP].
         """
         ids = self.tokenizer.reference_encode(text)
         if add_special_tokens:
@@ -196,11 +204,15 @@ class TransformerDataset:
         self.num_tokens = (count - 1) * seq_length + int((last[SEGMENT_IDS] != 0).sum())
 
     def __len__(self) -> int:
-        """Items that are full, the token behind their last one included."""
+        """Returns the number of full items, each with the token after its last one."""
         return max(0, (self.num_tokens - 1 - self.seq_length) // self.stride + 1)
 
     def __getitem__(self, i: int) -> dict[str, Int32]:
-        """Raises IndexError behind the end."""
+        """Returns item i.
+
+        Raises:
+            IndexError: i is past the end.
+        """
         index = i + len(self) if i < 0 else i
         if not 0 <= index < len(self):
             raise IndexError(f"item {i} was asked for, there are {len(self)}")
@@ -279,9 +291,13 @@ def stream(
     *,
     shuffle_seed: int | None = None,
 ) -> Pipeline:
-    """The Pipeline that this module is short for.
+    """Returns the Pipeline of a continuous stream of tokens.
 
-    shuffle_seed: of the order of rows; None leaves them as the stream has them.
+    Args:
+        dataset: The texts.
+        encoder: The tokenizer, or the stage that encodes.
+        seq_length: Tokens of a row.
+        shuffle_seed: The seed of the order of rows; None leaves them in the order of the stream.
     """
     own = encoder if isinstance(encoder, EncodeStage) else None
     pack = PackStageConfig(
@@ -303,7 +319,11 @@ def stream(
 
 
 def _encoder(tokenizer: TokenizerLike, content_field: str) -> EncodeStage | TokenizerConfig | str:
-    """What `stream` encodes with. Raises ConfigError for what is no tokenizer."""
+    """Returns what `stream` encodes with.
+
+    Raises:
+        ConfigError: It is not a tokenizer.
+    """
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.tokenizer.config
     if is_own(tokenizer):
@@ -326,20 +346,24 @@ def _texts(source: ShardedSource, content_field: str) -> Iterator[str]:
             ).texts.to_pylist()
 
 
-ANY_IDS = 1 << 32  # the vocabulary of an object that does not say how large its own is
+ANY_IDS = 1 << 32  # the vocabulary size of an object that does not tell its own
 
 
 class EncodeTexts(ColumnTransform):
-    """The column `column` of text becomes `input_ids`.
+    """A transform of a column of text to `input_ids`, by a user's own tokenizer.
 
-    Texts of white space alone are left out and counted; null is a bad row, and so is a text
-    that `encode` fails on.
+    Texts of white space alone are left out and counted. A null is a bad row, and so is a text that
+    `encode` fails on.
 
-    tokenizer: its `encode(text)` gives ids, or a dict with `input_ids`. Where it has them,
-    `eos_token_id` and `pad_token_id` end documents and fill rows, its vocabulary (`vocab_size`,
-    `get_vocab_size()` or `get_vocab()`) bounds the ids, and `version` lets tokens be kept: what
-    `encode` does is known by nothing else.
-    tokens: whose they are.
+    Args:
+        tokenizer: Its `encode(text)` returns ids, or a dict with `input_ids`. If it has them,
+            `eos_token_id` and `pad_token_id` end documents and pad rows, its vocabulary
+            (`vocab_size`, `get_vocab_size()` or `get_vocab()`) bounds the ids, and `version` lets
+            tokens be cached, since nothing else identifies what `encode` does.
+        column: The column of text.
+
+    Attributes:
+        tokens: The description of the tokens and their tokenizer.
     """
 
     drops = True
@@ -372,7 +396,7 @@ class EncodeTexts(ColumnTransform):
         return digest("encode texts", self._info.tokenizer_fingerprint, self._held, self._column)
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        del before  # whoever applies this has looked at it (`require_text`)
+        del before  # callers have checked it (`require_text`)
         return pa.schema([pa.field(INPUT_IDS, pa.large_list(pa.int64()), nullable=False)])
 
     def rows(self, rows: Rows) -> Rows:
@@ -413,9 +437,9 @@ class EncodeTexts(ColumnTransform):
 
 
 class EncodeStage(BaseStage):
-    """Texts become documents by EncodeTexts.
+    """The stage that turns texts into documents by EncodeTexts.
 
-    They do so once for all pipelines that have this very stage: those of every pass, for one.
+    It does so once for all pipelines that share this stage, such as those of every pass.
     """
 
     def __init__(self, tokenizer: TokenizerLike, column: str) -> None:

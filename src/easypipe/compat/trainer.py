@@ -1,6 +1,6 @@
 """Document 000, training: `Trainer("owner/model", data=...)` fine-tunes in one line.
 
-A model, its training, and loaders or data that is named.
+It takes a model, the options of its training, and loaders or data by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from easypipe.train.trainer import TrainResult, run_training
 
 Data = PipelineConfig | DatasetConfig | Sequence[DatasetConfig] | str | Path
 _DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple, Mapping)
-# Fields of TrainingConfig that are arguments from Python too: told apart by what is given.
+# Fields of TrainingConfig that are also arguments of Trainer, with their types: the value tells
+# which is meant.
 _EITHER = {
     "optimizer": OptimizerConfig,
     "loss": LossConfig,
@@ -105,8 +106,11 @@ class Trainer(Engine):
         turns: Turns | None = None,
         **fields: Any,
     ) -> None:
-        """Raises ConfigError and PlacementError for what cannot run, what load_pretrained raises
-        for a published model, and what preparing data raises.
+        """Makes a Trainer, and prepares its data; errors are also those of preparing and
+        load_pretrained.
+
+        Raises:
+            ConfigError: Something cannot run; PlacementError if rows do not fit the mesh.
         """
         given = {"loss": loss, "optimizer": optimizer, "callbacks": callbacks, "mesh": mesh}
         given |= {"listener": listener, "run_config": run_config}
@@ -146,12 +150,12 @@ class Trainer(Engine):
         """Trains from the newest checkpoint in output_dir, or from the start, to the last step.
 
         Raises:
-            Interrupted: After SIGINT or SIGTERM, once the step reached is saved.
-            TrainError: A batch without targets, losses that are not finite (see
-                TrainingConfig.on_nonfinite) or leave their range for ever, a loader that ends
-                early, or a device out of memory: it names what is held and what to change.
-            StateError: A checkpoint of another run.
-            TrainError: Another process trains in output_dir.
+            Interrupted: SIGINT or SIGTERM came; the step reached is saved.
+            TrainError: A batch has no targets, losses are not finite (see
+                TrainingConfig.on_nonfinite) or leave their range for ever, a loader ends early, a
+                device is out of memory (the message names what is held and what to change), or
+                another process trains in output_dir.
+            StateError: The checkpoint belongs to another run.
             StorageError: Something cannot be written.
         """
         training = functools.partial(run_training, self)
@@ -163,7 +167,11 @@ class Trainer(Engine):
 
 
 def _check_names(fields: Settings, given: Settings) -> None:
-    """Raises ConfigError for an option that neither a Trainer nor its config has."""
+    """Checks the names of options.
+
+    Raises:
+        ConfigError: Neither a Trainer nor its config has an option of that name.
+    """
     for name in fields:
         if name not in _FIELDS and name not in TrainingConfig.ALIASES:
             have = sorted({*given, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
@@ -172,14 +180,23 @@ def _check_names(fields: Settings, given: Settings) -> None:
 
 
 def _check_none(**sizes: int | None) -> None:
-    """Raises ConfigError for a size of rows or batches, which a loader has already."""
+    """Checks that no size of rows or batches is given beside a loader, which has its own.
+
+    Raises:
+        ConfigError: One is given.
+    """
     for at, value in sizes.items():
         fix = "Set it where the loader is made."
         require(value is None, at, "has no effect on a loader that is given", fix)
 
 
 def _known(inputs: Inputs, model: Dataset) -> Arguments:
-    """What the data tells an Engine. model: in the vocabulary of the tokens."""
+    """Returns the arguments of an Engine that the data gives.
+
+    Args:
+        inputs: The prepared data.
+        model: The model, with the vocabulary of the tokens.
+    """
     named = isinstance(model, ModelConfig | PretrainedConfig)
     run = to_dict(dataclasses.replace(inputs.run, model=model) if named else inputs.run)
     return {
@@ -193,7 +210,7 @@ def _known(inputs: Inputs, model: Dataset) -> Arguments:
 def _inputs_of(
     data: PipelineConfig, config: TrainingConfig, model: Dataset, evals: Settings, **options: Any
 ) -> tuple[Inputs, Arguments]:
-    """What `data` comes to, and the loaders of what is held out, in the order of `evals`."""
+    """Prepares `data`; returns it, and the loaders of held-out data in the order of `evals`."""
     held_out: Arguments = {
         name: one if isinstance(one, Mapping) else _pipeline(f"evals.{name}", one, None, None)
         for name, one in evals.items()
@@ -210,6 +227,11 @@ def _inputs_of(
 def _pipeline(
     at: str, data: Dataset, seq_length: int | None, batch_size: int | None
 ) -> PipelineConfig:
+    """Returns the PipelineConfig of what stands for one, with these sizes.
+
+    Raises:
+        ConfigError: It is no data, or datasets are given without a row length.
+    """
     if isinstance(data, str | Path):
         values = load_yaml(data)
         data = from_dict(PipelineConfig, values.get("data", values), str(data))

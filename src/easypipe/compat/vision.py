@@ -1,6 +1,6 @@
 """Document 004, images: VisionDataCollator decodes, resizes and normalises them into batches.
 
-Pillow (the extra `[vision]`) decodes; rows that are arrays already need none of it.
+Pillow (the extra `[vision]`) decodes; rows that are already arrays do not need it.
 
 B rows · H, W height and width · C channels, last unless `channels_last` is False
 """
@@ -54,7 +54,7 @@ Preset = Literal["imagenet", "cifar10"]
 
 @dataclass(frozen=True, kw_only=True)
 class VisionDataCollator:
-    """See create_vision_collate."""
+    """The collator of create_vision_collate."""
 
     normalize: bool = True
     preset: str = "imagenet"
@@ -108,7 +108,7 @@ class VisionDataCollator:
     def statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """(mean, standard deviation) of each channel.
 
-        Of grey images, the preset's weighted as grey is made of colours.
+        For grey images the preset's values are weighted like the colours that make grey.
         """
         mean, std = (
             PRESETS[self.preset] if self.mean is None or self.std is None else (self.mean, self.std)
@@ -118,8 +118,13 @@ class VisionDataCollator:
         return np.asarray(mean, np.float32), np.asarray(std, np.float32)
 
     def __call__(self, rows: Sequence[Item]) -> Batch:
-        """`pixel_values` Float32[B, H, W, C], `labels` Int32[B] where rows have them; further
-        columns stacked.
+        """Makes a batch of rows.
+
+        It has `pixel_values` Float32[B, H, W, C], and `labels` Int32[B] if rows have them; further
+        columns are stacked.
+
+        Raises:
+            SourceError: A row has no image, or images differ in size.
         """
         require_some(rows)
         found = [_parts(row, i) for i, row in enumerate(rows)]
@@ -151,7 +156,11 @@ class VisionDataCollator:
         return handed_out(batch, self.schema, self.return_tensors)
 
     def _image(self, given: Item, number: int) -> NDArray[np.float32]:
-        """Float32[H, W, C] in [0, 1]; arrays of floats as they are."""
+        """Returns an image as Float32[H, W, C] in [0, 1]; arrays of floats as they are.
+
+        Raises:
+            SourceError: It is no image.
+        """
         at = f"row {number} of the batch"
         array = _decoded(given, at, self.channels) if _is_encoded(given) else np.asarray(given)
         if array.dtype.kind not in "uif" or array.ndim not in (2, 3):
@@ -206,7 +215,7 @@ def create_vision_collate(
         channels: 1 makes colours grey, 3 repeats grey.
         channels_last: [B, H, W, C], as JAX expects it; False: [B, C, H, W].
     """
-    own: Any = {"mean": mean, "std": std, "image_size": image_size}  # made tuples of
+    own: Any = {"mean": mean, "std": std, "image_size": image_size}  # converted to tuples
     return VisionDataCollator(
         normalize=normalize,
         preset=preset,
@@ -220,7 +229,7 @@ def create_vision_collate(
 
 @dataclass(frozen=True, kw_only=True)
 class MultimodalCollator:
-    """Rows with an image and tokens: each part by a collator of its own, in one batch.
+    """A collator of rows with an image and tokens: each part has a collator of its own.
 
     `labels` are those of the text.
     """
@@ -253,7 +262,11 @@ class MultimodalCollator:
 
 
 def _parts(row: Item, number: int) -> tuple[Any, Any, Batch]:
-    """(image, label or None, further columns)."""
+    """Returns (image, label or None, further columns) of a row.
+
+    Raises:
+        SourceError: The row has no image.
+    """
     at = f"row {number} of the batch"
     if isinstance(row, tuple) and len(row) in (1, 2):
         return row[0], row[1] if len(row) == 2 else None, {}
@@ -276,13 +289,18 @@ def _parts(row: Item, number: int) -> tuple[Any, Any, Batch]:
 
 
 def _is_encoded(given: Item) -> bool:
+    """Returns whether an image has to be decoded by Pillow."""
     encoded = isinstance(given, bytes | bytearray | str | Path | Mapping)
     return encoded or attribute_of(given, "convert") is not None
 
 
 def _decoded(given: Item, at: str, channels: int) -> Array:
-    """UInt8[H, W, channels] of an encoded image; Float32[H, W] in [0, 1] of one with 16 bits a
-    pixel, which is grey.
+    """Returns an encoded image as UInt8[H, W, channels].
+
+    An image with 16 bits a pixel, which is grey, is Float32[H, W] in [0, 1].
+
+    Raises:
+        SourceError: Pillow cannot read it.
     """
     Image = _pillow(at)
     if isinstance(given, Mapping):
@@ -305,7 +323,7 @@ def _decoded(given: Item, at: str, channels: int) -> Array:
             if attribute_of(given, "convert") is not None
             else Image.open(io.BytesIO(given) if isinstance(given, bytes | bytearray) else given)
         )
-        if opened.mode.startswith("I;16"):  # convert() would cut its numbers off at 255
+        if opened.mode.startswith("I;16"):  # convert() would clip its numbers at 255
             return np.asarray(opened).astype(np.float32) / 65535
         if opened.mode in ("I", "F"):
             raise SourceError(
@@ -318,7 +336,11 @@ def _decoded(given: Item, at: str, channels: int) -> Array:
 
 
 def _channels_last(array: Array, at: str) -> Array:
-    """[H, W, 1 or 3]; a fourth channel (opacity) is refused."""
+    """Returns an array as [H, W, 1 or 3].
+
+    Raises:
+        SourceError: Its channels are not 1 or 3 (opacity is refused), or their place is ambiguous.
+    """
     if array.ndim == 2:
         return array[:, :, None]
     first, last = array.shape[0] in (1, 3), array.shape[2] in (1, 3)
@@ -335,6 +357,7 @@ def _channels_last(array: Array, at: str) -> Array:
 
 
 def _resized(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
+    """Returns the image at another size (bilinear, antialiased)."""
     if pixels.shape[:2] == size:
         return pixels
     Image = _pillow("image_size")
@@ -350,7 +373,11 @@ def _resized(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.f
 
 
 def _labels(given: Sequence[Item]) -> Array:
-    """One for each image: numbers of classes, or what else is to be predicted."""
+    """Returns the labels of the images: numbers of classes, or other targets.
+
+    Raises:
+        SourceError: A label is not a number.
+    """
     labels = stacked(given, LABELS)
     if isinstance(labels, list):
         i = next(
@@ -366,6 +393,11 @@ def _labels(given: Sequence[Item]) -> Array:
 
 
 def _pillow(at: str) -> Any:
+    """Returns Pillow's module Image.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+    """
     try:
         from PIL import Image
     except ImportError as error:
@@ -377,7 +409,7 @@ def _pillow(at: str) -> Any:
     return Image
 
 
-VisionCollator = VisionDataCollator  # its name before
+VisionCollator = VisionDataCollator  # its earlier name
 
 __all__ = [
     "PRESETS",

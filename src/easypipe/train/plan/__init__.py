@@ -1,1 +1,1 @@
-"""A training step compiled for devices that are not there: memory, traffic, speed."""
+"""Plans of a training step: compiled for devices that are not present; memory, traffic, speed."""

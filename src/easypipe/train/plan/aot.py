@@ -1,8 +1,8 @@
-"""A training step compiled for devices that are not there: memory, messages, best speed, a report.
+"""Compiles a training step for devices that are not present; reports memory, messages, best speed.
 
-It is the Trainer's own step, lowered for abstract arrays that lie where the run's arrays would lie.
-Best speed is what it computes, moves and sends, by the rates of the device's data sheet (Williams,
-Waterman & Patterson, Roofline, 2009).
+It is the Trainer's own step, lowered for abstract arrays with the shardings of the run's arrays.
+The best speed follows from what it computes, moves and sends, by the rates of the device's data
+sheet (Williams, Waterman & Patterson, Roofline, 2009).
 """
 
 from __future__ import annotations
@@ -42,20 +42,36 @@ from easypipe.train.plan.topology import Topology, topology
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Seconds of a step, on every device at once; FLOPs of a step, over all devices."""
+    """Bounds of the time of a step, in seconds on every device, and its FLOPs over all devices.
 
-    flops: int  # exact: see flops_per_step; rows full of one document each
-    palm_flops: int  # see palm_flops_per_step
-    # with what is computed again (remat), and what attention computes and hides
+    Attributes:
+        flops: The exact FLOPs for rows full of one document each; see flops_per_step.
+        palm_flops: See palm_flops_per_step.
+        executed_flops: The FLOPs with recomputation (remat), and with what attention computes and
+            masks.
+        compute_s: The time of executed_flops at the devices' peak.
+        memory_s: The time of the least traffic with HBM.
+        link_s: The time of what is sent, over all links of a device together.
+        best_s: The time if all three overlap.
+        worst_s: The time of one after the other.
+        mfu_at_best: flops / (best_s x peak).
+        mfu_at_worst: flops / (worst_s x peak).
+        palm_mfu_at_best: The same with palm_flops; above 1 if attention skips what this convention
+            counts.
+        slots_per_s_at_best: Slots a second at best_s.
+    """
+
+    flops: int
+    palm_flops: int
     executed_flops: float
-    compute_s: float  # executed_flops at the devices' peak
-    memory_s: float  # the least that is read and written of HBM
-    link_s: float  # what is sent, over all links of a device together
-    best_s: float  # all three at once
-    worst_s: float  # one after the other
-    mfu_at_best: float  # flops / (best_s x peak)
+    compute_s: float
+    memory_s: float
+    link_s: float
+    best_s: float
+    worst_s: float
+    mfu_at_best: float
     mfu_at_worst: float
-    palm_mfu_at_best: float  # beyond 1 where attention skips what this convention counts
+    palm_mfu_at_best: float
     slots_per_s_at_best: float
 
 
@@ -68,18 +84,25 @@ def roofline(
     held: int,
     sent: float,
 ) -> Roofline:
-    """shape: rows of a step over all devices, slots of a row, micro-batches.
+    """Returns the bounds of a step.
 
-    held: bytes of parameters and moments on a device. sent: bytes a step that a device sends.
+    Args:
+        config: The options of the model.
+        device: The row of the device table.
+        mesh: The sizes of the mesh axes.
+        shape: Rows of a step over all devices, slots of a row, micro-batches.
+        attention: The attention backend.
+        held: Bytes of parameters and moments on a device.
+        sent: Bytes that a device sends in a step.
     """
     batch_size, seq_length, accumulate_steps = shape
     devices, slots = math.prod(mesh.values()), batch_size * seq_length
     flops = flops_per_step(config, [seq_length] * batch_size)
     products = 6 * matmul_params(config) * slots
     scores = flops - products
-    # it takes the products of all pairs, and a causal mask hides half of them
+    # "xla" computes the products of all pairs, and a causal mask hides half of them.
     hidden = scores if attention == "xla" else 0
-    # of the layers' products
+    # The FLOPs of the layers' products in a forward pass.
     forward = 2 * (matmul_params(config) - config.hidden_size * config.vocabulary) * slots
     mixing = (scores + hidden) / 3
     again = {"none": 0.0, "dots": mixing if attention == "xla" else 0.0, "full": forward + mixing}[
@@ -114,8 +137,11 @@ def roofline(
 def _least_traffic(
     config: ModelConfig, mesh: Mapping[str, int], slots: int, accumulate_steps: int, held: int
 ) -> float:
-    """Bytes of HBM on a device: the state and float32 gradients written and read once; of every
-    pass, the weights, and each layer's input written once and read once."""
+    """Returns the least traffic of a device with HBM, in bytes.
+
+    The state and float32 gradients are written and read once; in every pass, the weights are read,
+    and each layer's input is written once and read once.
+    """
     itemsize = 2 if config.dtype == "bfloat16" else 4
     passes = 3 if config.remat == "full" else 2
     weights = passes * accumulate_steps * matmul_params(config) / mesh["tensor"] * itemsize
@@ -137,22 +163,34 @@ PACKED = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on each device.
+    """The memory of a step, in bytes on each device.
 
-    Where XLA refused the program, `temporaries` and `peak` are what it said it wanted, if it did.
+    If XLA refused the program, `temporaries` and `peak` are what it said it wanted, if it did.
+
+    Attributes:
+        parameters: The parameters.
+        optimizer: The state of the optimizer.
+        other_state: Dropout keys and the like.
+        batch: The batch.
+        gradients: Float32 gradients, if all were held at once; a part of `temporaries`.
+        temporaries: Gradients, activations, gathered parameters, buffers, and padding of the
+            others.
+        program: The code.
+        peak: All of it, at the worst moment.
+        available: The memory of a device; None if the table of devices does not have it.
+        refused: Whether XLA would not compile it, because it does not fit.
     """
 
     parameters: int
     optimizer: int
-    other_state: int  # dropout keys and the like
+    other_state: int
     batch: int
-    gradients: int  # in float32, if all were held at once; part of `temporaries`
-    # gradients, activations, gathered parameters, buffers, and what the layout of the others pads
+    gradients: int
     temporaries: int
     program: int
-    peak: int  # all of it, at the worst moment
-    available: int | None  # None where the table of devices does not know
-    refused: bool  # XLA would not compile it: it does not fit
+    peak: int
+    available: int | None
+    refused: bool
 
     @property
     def fits(self) -> bool | None:
@@ -163,35 +201,52 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What `plan_step` found.
+    """The result of `plan_step`.
 
-    `str()` is a report, `to_json()` the same as plain data; nothing is known of the data's
+    `str()` is a report, `to_json()` the same as plain data. It knows nothing of the data's
     documents.
+
+    Attributes:
+        topology: The name of the topology.
+        device: jax's device_kind.
+        mesh: The sizes of the mesh axes.
+        batch_size: Rows of a step.
+        seq_length: Slots of a row.
+        accumulate_steps: The number of micro-batches.
+        attention: The attention backend; None for a module that is no Decoder.
+        parameters: The number of parameters.
+        memory: The memory of a device.
+        collectives: The messages of a step, those of most bytes first.
+        unknown_loops: The number of loops whose trip count is not known.
+        xla_flops: The FLOPs of one device, as XLA counts them.
+        roofline: Bounds of the time; None if the model's FLOPs or the device's rates are not known,
+            or it was not compiled.
+        compile_seconds: The time of the compilation.
+        advice: What to change if it does not fit.
     """
 
     topology: str
-    device: str  # jax's device_kind
+    device: str
     mesh: dict[str, int]
     batch_size: int
     seq_length: int
     accumulate_steps: int
-    attention: str | None  # the backend; None for a module that is no Decoder
+    attention: str | None
     parameters: int
     memory: Memory
-    collectives: tuple[Collective, ...]  # of one step, those of most bytes first
+    collectives: tuple[Collective, ...]
     unknown_loops: int
-    xla_flops: float | None  # of one device, as XLA counts
-    # None where the model's FLOPs or the device's rates are not known, or it was not compiled
+    xla_flops: float | None
     roofline: Roofline | None
     compile_seconds: float
-    advice: tuple[str, ...]  # what to change where it does not fit
+    advice: tuple[str, ...]
 
     @property
     def devices(self) -> int:
         return math.prod(self.mesh.values())
 
     def to_json(self) -> JsonObject:
-        """Plain data: sizes in bytes on each device, times in seconds."""
+        """Returns plain data: sizes in bytes on each device, times in seconds."""
         found = dataclasses.asdict(self)
         found["collectives"] = [one._asdict() | {"sent": one.sent} for one in self.collectives]
         found["memory"]["fits"] = self.memory.fits
@@ -211,13 +266,17 @@ def plan_step(
     columns: Sequence[str] = PACKED,
     accumulation_steps: int = 1,
 ) -> StepPlan:
-    """Compiles the step of `Trainer(model, train, ...)` for the topology `on` (by its name, see
-    `topology`, or a Topology of devices that are here) and reads what came out.
+    """Compiles the step of `Trainer(model, train, ...)` for a topology, and reads the result.
 
-    batch_size, seq_length: rows of a step, over all devices, and slots of a row. columns: of the
-    batches, all Int32. accumulation_steps: micro-batches into which the loader cuts; 1 where the
-    step does. Raises ConfigError for a topology that is none or whose compiler is not installed,
-    and what Trainer raises for a config that cannot be.
+    Raises ConfigError for a topology that does not exist or whose compiler is not installed, and
+    what Trainer raises.
+
+    Args:
+        on: The name of a topology, see `topology`; or a Topology of present devices.
+        batch_size: Rows of a step, over all devices.
+        seq_length: Slots of a row.
+        columns: The columns of the batches, all Int32.
+        accumulation_steps: Micro-batches into which the loader cuts; 1 if the step does.
     """
     there, started = topology(on) if isinstance(on, str) else on, time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
@@ -266,19 +325,19 @@ def plan_step(
 
 
 def _compiled(lowered: Lowered) -> Compiled | str:
-    """The program; or XLA's refusal of one that does not fit the device's memory."""
+    """Compiles a program; returns XLA's message if it does not fit the device's memory."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         refusal = str(error)
-        # a kernel's own memory may be short too
+        # A kernel's own memory may be short too.
         if "RESOURCE_EXHAUSTED" not in refusal or "hbm" not in refusal.lower():
             raise
         return refusal
 
 
 def unknowns(plan: StepPlan) -> tuple[str, ...]:
-    """What the numbers of a plan do not say."""
+    """Returns what the numbers of a plan do not tell."""
     said = [
         "how near the kernels come to the device's peak rates, and how much of what is sent hides "
         "behind products: nothing ran",
@@ -303,9 +362,14 @@ def unknowns(plan: StepPlan) -> tuple[str, ...]:
 
 
 def _mesh(train: TrainingConfig, name: str, devices: Sequence[object]) -> Mesh:
+    """Returns the mesh of the run on these devices.
+
+    Raises:
+        ConfigError: The axes cannot be laid over the topology.
+    """
     try:
         return make_mesh(train.mesh, devices=devices, at="train.mesh")
-    except NotImplementedError as error:  # jax lays each axis over whole dimensions of a torus
+    except NotImplementedError as error:  # jax needs whole torus dimensions
         problem = f"{train.mesh} cannot be laid over {name}: {str(error).splitlines()[0]}"
         raise ConfigError(
             at="train.mesh",
@@ -315,7 +379,7 @@ def _mesh(train: TrainingConfig, name: str, devices: Sequence[object]) -> Mesh:
 
 
 def _columns(train: TrainingConfig, columns: Sequence[str]) -> Sequence[str]:
-    """The columns with those that the loss needs besides."""
+    """Returns the columns with those that the loss needs besides."""
     unpaired = train.preference is not None and train.preference.loss in UNPAIRED
     return (*columns, DESIRABLE.name) if unpaired else columns
 
@@ -323,6 +387,7 @@ def _columns(train: TrainingConfig, columns: Sequence[str]) -> Sequence[str]:
 def _abstract_batch(
     mesh: Mesh, columns: Sequence[str], batch_size: int, seq_length: int, pieces: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the abstract columns of a batch."""
     lead = (pieces, batch_size // pieces) if pieces > 1 else (batch_size,)
     where = NamedSharding(mesh, PartitionSpec(*(None,) * (len(lead) - 1), *TOKEN_AXES))
     return {
@@ -337,6 +402,7 @@ def _memory(
     program: Compiled | str,
     device: Device | None,
 ) -> Memory:
+    """Returns the memory of a step, from its arrays and the compiled program or XLA's refusal."""
     parts = {
         "parameters": state.params,
         "optimizer": state.optimizer,
@@ -352,8 +418,8 @@ def _memory(
         assert seen is not None
         code = seen.generated_code_size_in_bytes
         beside = seen.argument_size_in_bytes + seen.output_size_in_bytes - seen.alias_size_in_bytes
-        # Of a TPU's temporaries, XLA counts those in VMEM too; its peak is of HBM alone. For GPUs
-        # it may give no peak.
+        # XLA counts a TPU's temporaries in VMEM too; its peak is of HBM alone. For GPUs it may give
+        # no peak.
         peak = (seen.peak_memory_in_bytes or beside + seen.temp_size_in_bytes) + code
     return Memory(
         **sizes,
@@ -367,8 +433,10 @@ def _memory(
 
 
 def _wanted(refusal: str, held: int) -> int:
-    """Bytes of HBM that XLA says a program wanted, in one of its two sentences; else those that are
-    held, which it wanted at least.
+    """Returns the bytes of HBM that a program wanted, from one of the two sentences of XLA's
+    refusal.
+
+    Without such a sentence it returns `held`, which the program wanted at least.
     """
     for sentence, beside in (
         (r"Used ([\d.]+)([KMGT]) of", 0),
@@ -380,7 +448,7 @@ def _wanted(refusal: str, held: int) -> int:
     return held
 
 
-_SHOWN = 8  # collectives; the rest in one line
+_SHOWN = 8  # collectives in a report; the rest are one line
 
 
 def _report(plan: StepPlan) -> str:

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled program (XLA's HLO): arrays, and what devices send each other."""
+"""Reads the text of a compiled program (XLA's HLO): arrays, and the messages between devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ fusion behind it slices is sent whole: XLA notes the algorithm of an all-reduce 
 
 _ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")  # of a computation
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")  # the head of a computation
 _ROOT = re.compile(r"^\s*ROOT %?[\w.\-]+ = (.*?) [a-z][\w\-]*\(")
 _CALLS = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
@@ -39,19 +39,25 @@ _BOUND = re.compile(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
 
 
 class Collective(NamedTuple):
-    """One kind of message of a step, on each device."""
+    """One kind of message of a step, on each device.
+
+    Attributes:
+        kind: XLA's name of the operation.
+        shape: The type of the largest array of its result, as XLA writes it.
+        size: Bytes of the result.
+        devices: The number of devices that exchange with each other.
+        times: How often a step does it.
+    """
 
     kind: str
-    shape: str  # of the largest array of its result, as XLA writes it
-    size: int  # bytes of the result
-    devices: int  # that take part with each other
-    times: int  # a step
+    shape: str
+    size: int
+    devices: int
+    times: int
 
     @property
     def sent(self) -> float:
-        """Bytes a step that a device sends, by the algorithms over a ring (Patarasuk & Yuan,
-        2009).
-        """
+        """Bytes that a device sends in a step, by ring algorithms (Patarasuk & Yuan, 2009)."""
         others = self.devices - 1
         share = {
             "all-reduce": 2 * others / self.devices,
@@ -62,13 +68,20 @@ class Collective(NamedTuple):
 
 
 class Read(NamedTuple):
+    """What `read` found in a program.
+
+    Attributes:
+        collectives: The messages.
+        unknown_loops: The number of loops whose trip count the text does not tell; their messages
+            are counted once.
+    """
+
     collectives: list[Collective]
-    # whose number of turns the text does not tell; what is in them is counted once
     unknown_loops: int
 
 
 def arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of every array named in `text`."""
+    """Returns (dtype, shape) of every array named in `text`."""
     return [
         (dtype, tuple(int(size) for size in sizes.split(",") if size))
         for dtype, sizes in _ARRAY.findall(text)
@@ -76,15 +89,15 @@ def arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def result(line: str) -> tuple[str, int, str] | None:
-    """(kind, bytes of the result, its type) of the collective in a line of HLO; None where there is
-    none.
+    """Returns (kind, bytes of the result, its type) of the collective in a line of HLO; None
+    without one.
     """
     match = _COLLECTIVE.search(line)
     if not match:
         return None
     of = match[1]
-    # the start of a message: (what goes in, what comes out, and the like); of a sum on TPUs, what
-    # comes out alone
+    # The start of a message has a tuple of input, output and more; that of a sum on TPUs has the
+    # output alone.
     if match[3]:
         parts = _elements(of)
         of = (
@@ -96,8 +109,8 @@ def result(line: str) -> tuple[str, int, str] | None:
 
 
 def _kept(kind: str, size: int, of: str, lines: list[str]) -> tuple[str, int, str]:
-    """`result` of the all-reduce in a fused reduce-scatter, whose `lines` end in the slice that is
-    kept.
+    """Returns `result` for an all-reduce in a fused reduce-scatter, whose `lines` end in the kept
+    slice.
     """
     root = next((match[1] for line in lines if (match := _ROOT.match(line))), None)
     if kind != "all-reduce" or root is None:
@@ -110,7 +123,7 @@ def _kept(kind: str, size: int, of: str, lines: list[str]) -> tuple[str, int, st
 
 
 def _elements(of: str) -> list[str]:
-    """The elements of a tuple's type."""
+    """Returns the elements of a tuple's type."""
     depth, found = 0, [""]
     for letter in of[1:-1]:
         depth += (letter in "([{") - (letter in ")]}")
@@ -122,8 +135,9 @@ def _elements(of: str) -> list[str]:
 
 
 def read(text: str, devices: int) -> Read:
-    """The collectives of a program for `devices` devices, each as often as its loops turn; those of
-    more bytes first.
+    """Returns the collectives of a program for `devices` devices, those of more bytes first.
+
+    Each counts as often as its loops run.
     """
     computations, entry = _computations(text)
     times, unknown = _times(computations, entry)
@@ -141,7 +155,7 @@ def read(text: str, devices: int) -> Read:
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of every computation, by name; and the name of the one that runs."""
+    """Returns the lines of every computation, by name, and the name of the entry computation."""
     named: dict[str, list[str]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -149,7 +163,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         if header:
             current = named.setdefault(header[2], [])
             entry = header[2] if header[1] else entry
-        elif line.rstrip() == "}":  # kernels bring lines of their own that only begin with one
+        elif line.rstrip() == "}":  # lines of kernels may begin with one
             current = None
         elif current is not None:
             current.append(line)
@@ -157,9 +171,10 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _times(computations: dict[str, list[str]], entry: str) -> tuple[dict[str, int], int]:
-    """How often a step runs each computation.
+    """Returns how often a step runs each computation, and the number of loops of unknown trip
+    count.
 
-    Of branches, one runs: each is counted as if it did.
+    Only one of several branches runs, but each is counted as if it did.
     """
     times: dict[str, int] = {}
     unknown = 0
@@ -187,8 +202,10 @@ def _times(computations: dict[str, list[str]], entry: str) -> tuple[dict[str, in
 
 
 def _turns(line: str, condition: list[str]) -> int | None:
-    """Of a loop: what XLA noted, or the bound that its condition compares a counter from 0 with, as
-    jax's scans and fori_loops do.
+    """Returns the trip count of a loop; None if it is not known.
+
+    XLA notes it, or the loop's condition compares a counter from 0 with it, as in jax's scans and
+    fori_loops.
     """
     noted = _TRIPS.search(line)
     if noted:
@@ -199,9 +216,7 @@ def _turns(line: str, condition: list[str]) -> int | None:
 
 
 def _group(line: str, devices: int) -> int:
-    """How many devices exchange with each other: replica_groups, in the three ways in which XLA
-    writes them.
-    """
+    """Returns how many devices exchange with each other, by any of XLA's three notations."""
     # mesh['a'=4,'b'=2] {'a'}
     named = re.search(r"replica_groups=\w+\[([^\]]*)\][^{]*\{([^}]*)\}", line)
     if named and "=" in named[1]:
@@ -218,6 +233,7 @@ def _group(line: str, devices: int) -> int:
 
 
 def _largest(of: str) -> str:
+    """Returns the type of the largest array in the type of a result."""
     found = arrays(of)
     if not found:
         return of

@@ -1,4 +1,4 @@
-"""Devices that are not there, to compile for: `v5p:4x4x4`, `v6e:16x16`, `h200:8`.
+"""Topologies of devices that are not present, to compile for: `v5p:4x4x4`, `v6e:16x16`, `h200:8`.
 
 TPUs by libtpu (`pip install 'jax[tpu]'`), which compiles without hardware; NVIDIA by jax's CUDA
 wheels, which do too.
@@ -19,9 +19,11 @@ from easypipe.train.metrics.devices import known_device
 
 
 class Topology(NamedTuple):
-    """name: as it was asked for.
+    """Devices to compile for.
 
-    devices: jax devices that can be compiled for, and nothing else.
+    Attributes:
+        name: The name that was asked for.
+        devices: jax devices that can be compiled for, and nothing else.
     """
 
     name: str
@@ -38,7 +40,7 @@ _EXAMPLES = {
 }
 _GPUS = {"h100": "NVIDIA H100", "h200": "NVIDIA H200"}
 
-# What XLA wants to know of a GPU (its GpuTargetConfig), as an H200 tells it; an H100 differs in
+# What XLA needs to know of a GPU (its GpuTargetConfig), as an H200 reports it; an H100 differs in
 # name and memory.
 _TARGET = """
 gpu_device_info {{
@@ -69,10 +71,12 @@ device_description_str: "{name}"
 
 
 def topology(name: str) -> Topology:
-    """The devices of `kind:AxB`: a TPU slice of AxB or AxBxC chips, or `gpu:N` and `gpu:HOSTSxN`.
+    """Returns the devices of `kind:AxB`: a TPU slice of AxB or AxBxC chips, or `gpu:N` and
+    `gpu:HOSTSxN`.
 
-    Raises ConfigError, at `topology`, for a kind or a shape that does not exist, with the list of
-    kinds; and where its compiler is not installed, with what to install.
+    Raises:
+        ConfigError: The kind or shape does not exist, or its compiler is not installed; the message
+            lists the kinds, or tells what to install.
     """
     kind, _, shape = name.strip().lower().partition(":")
     example = _EXAMPLES.get(kind, "")
@@ -89,6 +93,7 @@ def topology(name: str) -> Topology:
 
 
 def _tpu(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:
+    """Returns the devices of a TPU slice."""
     require(
         importlib.util.find_spec("libtpu") is not None,
         "topology",
@@ -103,8 +108,8 @@ def _tpu(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:
         f"{name!r} has {len(sizes)} dimensions, and slices of {kind} have {expected}",
         f"Write it like {example!r}.",
     )
-    # No machine that owns a TPU is looked for, and several processes may compile at once. What
-    # libtpu says while it finds none is no news.
+    # libtpu then looks for no machine with a TPU, several processes may compile at once, and its
+    # messages about finding none are not shown.
     quiet = {
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -119,6 +124,7 @@ def _tpu(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:
 
 
 def _nvidia(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:
+    """Returns the devices of hosts with NVIDIA GPUs."""
     require(
         len(sizes) <= 2,
         "topology",
@@ -145,7 +151,7 @@ def _nvidia(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:
     rate, memory = int(device.memory_rate), int(device.memory)
     target = _TARGET.format(name=_GPUS[kind], memory=memory, rate=rate, cuda=cuda)
     asked = {"platform": "cuda", "topology_name": "", "target_config": target}
-    # else the plugin refuses a machine without a driver
+    # Otherwise the plugin refuses a machine without a driver.
     unasked = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     problem = f"jax's CUDA compiler refuses {name!r}"
     return _devices(asked | {"topology": f"1x{hosts}x{each}"}, unasked, problem)
@@ -154,7 +160,11 @@ def _nvidia(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:
 def _devices(
     asked: Mapping[str, str], variables: Mapping[str, str], problem: str, fix: str | None = None
 ) -> Sequence[object]:
-    """What jax makes of the options `asked`, in an environment that has `variables`."""
+    """Returns jax's devices for the options `asked`, with `variables` set in the environment.
+
+    Raises:
+        ConfigError: The compiler knows no such topology.
+    """
     from jax.experimental import topologies
 
     for key, value in variables.items():

@@ -1,1 +1,1 @@
-"""What a run's folder tells: pictures of its curves, and its report as a page."""
+"""Reports of a run's folder: pictures of its curves, and an HTML page."""

@@ -1,4 +1,4 @@
-"""The numbers of a run that its page draws: curves without their middle, marks, shares, flows."""
+"""The numbers that a run's report draws: thinned curves, and flows of tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ from numpy.typing import NDArray
 from easypipe.core.values import Json
 from easypipe.train.metrics.log import Record, each_record
 
-MOST_POINTS = 2000  # of a curve: the least and the most of each stretch of a longer one
-HELD_OUT = "eval"  # under which a record has what was seen on held-out data
+MOST_POINTS = 2000  # most points of a curve; longer ones keep the extremes of each stretch
+HELD_OUT = "eval"  # the key of a record's held-out results
 
 
 @dataclass
 class Curves:
-    """What metrics.jsonl holds, read once: values by step of every number, and a few records."""
+    """What metrics.jsonl holds: the values of every number by step, and a few records.
+
+    Attributes:
+        first: The first record.
+        last: The last record.
+        evaluations: The records with held-out results.
+        steps: The steps of each number's values.
+        values: The values of each number.
+    """
 
     first: Record
     last: Record
@@ -28,12 +36,12 @@ class Curves:
     values: dict[str, array[float]] = field(default_factory=dict)
 
     def median(self, name: str) -> float | None:
-        """Of the values that are there."""
+        """Returns the median of a number; None if it has no values."""
         found = self.values.get(name)
         return float(np.median(found)) if found else None
 
     def points(self) -> dict[str, tuple[list[int], list[float]]]:
-        """name → (steps, values), at most MOST_POINTS each; the names of held-out ones are
+        """Returns name → (steps, values), at most MOST_POINTS each; held-out names are
         `eval/<name>/<metric>`.
         """
         return {
@@ -43,7 +51,11 @@ class Curves:
 
 
 def read_curves(path: Path) -> Curves | None:
-    """None where no step was logged. Raises StorageError for what is no such file."""
+    """Reads metrics.jsonl; returns None if no step was logged.
+
+    Raises:
+        StorageError: It is not such a file.
+    """
     found: Curves | None = None
     for record in each_record(path):
         if found is None:
@@ -56,6 +68,7 @@ def read_curves(path: Path) -> Curves | None:
 
 
 def _enter(found: Curves, step: int, under: str, values: Json) -> None:
+    """Adds the numbers of a record to the curves."""
     for key, value in values.items():
         name = under + key
         if isinstance(value, Mapping):
@@ -70,8 +83,10 @@ def _enter(found: Curves, step: int, under: str, values: Json) -> None:
 def thinned(
     steps: NDArray[np.float64], values: NDArray[np.float64]
 ) -> tuple[list[int], list[float]]:
-    """Steps and values, of six digits; of more than MOST_POINTS the first, the last, and the least
-    and the most of each of as many stretches as there is room for, so that no spike is lost.
+    """Returns at most about MOST_POINTS steps and values, the values with six digits.
+
+    A longer curve keeps its first and last point, and the least and the greatest value of each of
+    as many stretches as there is room for, so that no spike is lost.
     """
     if len(steps) > MOST_POINTS:
         edges = np.linspace(0, len(steps), MOST_POINTS // 2, dtype=np.int64)
@@ -85,12 +100,15 @@ def thinned(
 
 
 def flows(entries: Sequence[Json], datasets: Sequence[str]) -> list[Json]:
-    """Where the tokens of `datasets` went, by the entries of a ledger: links of a flow picture,
-    each with `source`, `target` and `value`.
+    """Returns where the tokens of `datasets` went, as links with `source`, `target` and `value`.
 
     What comes into a stage goes through it to what comes out. Tokens that are drawn in mixing were
     stored in the cache; those that no pass reached, and those that were drawn again, are links of
     their own.
+
+    Args:
+        entries: The entries of a ledger.
+        datasets: The names of the datasets.
     """
     links: list[Json] = []
 

@@ -1,6 +1,6 @@
-"""The page of one run, or of several side by side: one file of HTML that fetches nothing.
+"""The report page of one run, or of several side by side: one HTML file that fetches nothing.
 
-Its tables tell what each file of a run's folder says, or why that is not known.
+Its tables show what each file of a run's folder holds, or why that is not known.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from easypipe.train.report.pictures import NO_SUCH_SHAPE, mixture_lines
 log = logging.getLogger("easypipe")
 
 T = TypeVar("T")
-PAGE = "report.html"  # in the run's folder, where no other path is given
+PAGE = "report.html"  # the default file name, in the run's folder
 ROLLBACKS = "rollbacks.jsonl"
-MOST_LINES = 200  # of a table; the middle of a longer one is left out, and said so
+MOST_LINES = 200  # lines of a table; the middle of a longer one is left out, with a note
 
 
 def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Writes the page of the run in a folder, or of several runs, and returns where.
+    """Writes the report page of a run, or of several runs, and returns its path.
 
-    A run under way has one too.
+    A run in progress has one too.
 
     Args:
         folders: The output folder of a run, or several that are compared.
         out: Where to write it; None: report.html in the first folder.
 
     Raises:
-        StateError: Where a folder holds no run, or a file of it cannot be read.
+        StateError: A folder holds no run, or a file of it cannot be read.
     """
     given = [folders] if isinstance(folders, str | Path) else folders
     runs = [Path(os.path.expanduser(folder)) for folder in given]
@@ -62,9 +62,16 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | N
 
 
 def page(folders: Sequence[Path], *, refresh: int | None = None) -> str:
-    """The HTML of `write_report`. refresh: seconds after which it asks its server for new numbers.
+    """Returns the HTML of `write_report`.
 
-    Raises StateError, StorageError and TrainError for files that are no run's.
+    Args:
+        folders: The output folders of the runs.
+        refresh: Seconds after which the page asks its server for new numbers.
+
+    Raises:
+        StateError: A folder holds no run, or a file of it cannot be read.
+        StorageError: metrics.jsonl cannot be read.
+        TrainError: No step was logged.
     """
     runs = [_run(folder) for folder in folders]
     files = importlib.resources.files("easypipe.train.report")
@@ -82,12 +89,17 @@ def page(folders: Sequence[Path], *, refresh: int | None = None) -> str:
 
 
 def numbers(folders: Sequence[Path]) -> list[Json]:
-    """What page.js draws of each run. Raises what `page` does."""
+    """Returns what page.js draws of each run. Errors are those of `page`."""
     return [drawn for _, drawn, _ in map(_run, folders)]
 
 
 def _run(folder: Path) -> tuple[str, Json, Sequence[Section]]:
-    """(name, numbers for the curves, tables) of a run."""
+    """Returns (name, numbers for the curves, tables) of a run.
+
+    Raises:
+        StateError: The folder holds no run, or a file of it cannot be read.
+        TrainError: No step was logged.
+    """
     if not (folder / "metrics.jsonl").is_file():
         unlike = "holds no metrics.jsonl, so it is no run's folder"
         raise StateError(
@@ -114,8 +126,11 @@ def _run(folder: Path) -> tuple[str, Json, Sequence[Section]]:
 
 
 def numbers_of(folder: Path, curves: Curves) -> Json:
-    """What page.js draws of a run: `name`, `curves` (name → [steps, values]), `marks` (step, kind,
-    text), `mixture` (dataset → step, so far, lately, asked for), `flows` (links).
+    """Returns what page.js draws of a run.
+
+    Returns:
+        `name`, `curves` (name → [steps, values]), `marks` (step, kind, text), `mixture` (dataset →
+        step, so far, lately, asked for), `flows` (links).
     """
     try:
         trained = recorded_datasets(folder)
@@ -131,7 +146,7 @@ def numbers_of(folder: Path, curves: Curves) -> Json:
 
 
 def _marks(folder: Path) -> list[Json]:
-    """What happened at a step."""
+    """Returns the changes, restarts and roll-backs of a run, by step."""
     changes = _of(folder / CHANGES, _changed, [])
     restarts = _of(
         folder / RESTARTS,
@@ -159,7 +174,9 @@ def _mark(step: int, kind: str, text: str) -> Json:
 
 
 def _of(path: Path, draw: Callable[[Any], T], none: T) -> T:
-    """none where there is no such file, or it is damaged: the tables say so."""
+    """Reads and draws a file of the run; returns `none` if it is missing or damaged, as the tables
+    show.
+    """
     try:
         kept = read_kept(path)
         return draw(kept) if kept else none
@@ -168,7 +185,7 @@ def _of(path: Path, draw: Callable[[Any], T], none: T) -> T:
 
 
 def sections(folder: Path, curves: Curves) -> list[Section]:
-    """All of them, in the order of the page."""
+    """Returns all tables, in the order of the page."""
     of = functools.partial(_kept, folder)
     found = [
         _section("Summary", (), _summary(folder, curves)),
@@ -201,6 +218,7 @@ def _section(
 
 
 def _without_middle(section: Section) -> Section:
+    """Leaves out the middle of a long table."""
     half = MOST_LINES // 2
     left_out = len(section.lines) - 2 * half
     if left_out <= 0:
@@ -248,7 +266,7 @@ def _best(folder: Path, heading: str, listed: Sequence[Json]) -> Section:
 
 
 def documents_of(line: Record) -> str:
-    """The first documents of the batch that a roll-back skipped."""
+    """Returns the first documents of the batch that a roll-back skipped, as text."""
     found = [
         f"{one['dataset']} {one['file']} row {one['row']}" for one in line.get("documents", ())
     ]
@@ -268,7 +286,7 @@ def _rollbacks(heading: str, path: Path) -> Section:
 
 
 def _samples(heading: str, path: Path) -> Section:
-    """What the model wrote, the newest first."""
+    """Returns the table of what the model wrote, the newest first."""
     if not path.exists():
         return Section(heading, none="the run had none written")
     lines = [
@@ -280,8 +298,9 @@ def _samples(heading: str, path: Path) -> Section:
 
 
 def _changes(heading: str, entries: Sequence[Record]) -> Section:
-    """What was allowed to differ when the run went on; all else on the page is of the whole run,
-    its configuration of the last part.
+    """Returns the table of what was allowed to differ when the run was resumed.
+
+    All else on the page is about the complete run, but its configuration is that of the last part.
     """
     lines = [
         (f"from step {one['step'] + 1}", key, text)
@@ -297,7 +316,7 @@ def _restarts(heading: str, entries: Sequence[Record]) -> Section:
 
 
 def _mixture(last: int, heading: str, plan: Json) -> Section:
-    """last: the step that was logged last."""
+    """Returns the table of the mixture; `last` is the last logged step."""
     head = ("dataset", f"asked for ({plan['unit']})", "drawn", "documents", "epochs", "tokens")
     lines = [
         (d["name"], d["requested"], d["realised"], d["drawn"], d["epochs"], d["tokens_placed"])
@@ -336,7 +355,9 @@ def _fingerprints(heading: str, kept: Json) -> Section:
 
 
 def _versions(heading: str, kept: Sequence[Json]) -> Section:
-    """A column for each process that began with other versions."""
+    """Returns the table of versions, with a column for each process that ran with other
+    versions.
+    """
     head = ("", *(f"from step {one['from_step']}" for one in kept))
     keys = [key for key in kept[-1] if key != "from_step"]
     return _section(heading, head, [(key, *(one.get(key) for one in kept)) for key in keys])
@@ -355,8 +376,9 @@ def _kept(
     draw: Callable[[str, Any], Section],
     none: str = "not recorded",
 ) -> Section:
-    """What a file of the run says; that it is damaged where it is, since the rest of the page does
-    not need it.
+    """Returns the table of a file of the run.
+
+    If the file is damaged, the table says so: the rest of the page does not need it.
     """
     try:
         kept = read_kept(folder / name)

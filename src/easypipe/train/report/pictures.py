@@ -1,4 +1,4 @@
-"""A run's curves and mixture as pictures, which its folder keeps."""
+"""Draws a run's curves and mixture as pictures, which its folder keeps."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("easypipe")
 
-MIXTURE = "mixture"  # the one that needs plan.json
-# what reading values that are not there raises
+MIXTURE = "mixture"  # the picture that needs plan.json
+# What reading missing values raises.
 NO_SUCH_SHAPE = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 
 
 def plot_run(folder: str | Path, names: Sequence[str] = ()) -> dict[str, Path]:
-    """Draws what is known of the run in `folder` into it: name -> path of `<name>.png`.
+    """Draws the pictures of the run in `folder` into it; returns name -> path of `<name>.png`.
 
-    names: of PLOTS, and "mixture"; () is all of them.
+    Args:
+        folder: The run's folder.
+        names: Names of PLOTS, and "mixture"; (): all of them.
 
-    Raises TrainError where no step was logged.
+    Raises:
+        TrainError: No step was logged.
     """
     folder = Path(folder)
     drawn = pictures(folder, names)
@@ -43,7 +46,11 @@ def plot_run(folder: str | Path, names: Sequence[str] = ()) -> dict[str, Path]:
 
 
 def pictures(folder: Path, names: Sequence[str] = ()) -> dict[str, bytes]:
-    """name -> PNG of 1200 x 750 pixels, for those that the run has numbers for."""
+    """Returns name -> PNG of 1200 x 750 pixels, for those pictures that the run has numbers for.
+
+    Raises:
+        TrainError: No step was logged.
+    """
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         raise TrainError(
@@ -62,7 +69,7 @@ def pictures(folder: Path, names: Sequence[str] = ()) -> dict[str, bytes]:
 
 
 def _loss(sheet: Sheet, records: Sequence[Record]) -> bytes:
-    """`loss` by step, and each held-out loss."""
+    """Draws `loss` by step, and each held-out loss."""
     lines = {"training": [(record["step"], record["loss"]) for record in records]}
     for name in sorted({name for record in records for name in record.get("eval", {})}):
         lines[f"held out: {name}"] = [
@@ -76,13 +83,16 @@ def _loss(sheet: Sheet, records: Sequence[Record]) -> bytes:
 def _curve(
     key: str, title: str, label: str, sheet: Sheet, records: Sequence[Record]
 ) -> bytes | None:
+    """Draws one number by step; returns None if the run has no values of it."""
     points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
     return _picture(sheet, title, label, {title: points}) if points else None
 
 
 def mixture_picture(plan: Json | None) -> bytes | None:
-    """What the run has had of each dataset's tokens, and what it had lately (thin), beside what the
-    weights ask for (dashed).
+    """Draws each dataset's share of the tokens so far (thick), lately (thin), and as asked for
+    (dashed).
+
+    Returns None if there is no plan or it has no steps.
     """
     lines = mixture_lines(plan)
     if plan is None or not lines:
@@ -106,15 +116,19 @@ def mixture_picture(plan: Json | None) -> bytes | None:
 
 
 def mixture_lines(plan: Json | None) -> dict[str, dict[str, list[float]]]:
-    """What the mixture's plot draws, from the plan of a run (plan.json): for each dataset values by
-    `step`.
+    """Returns what the picture of the mixture draws: for each dataset values by `step`.
 
-    "so far": its share of all tokens up to the step. "lately": of those in the tenth of the run
-    that ends there. "asked for": what the weights ask for there. Empty where the plan has no steps.
+    Args:
+        plan: The plan of a run (plan.json).
+
+    Returns:
+        "so far": the dataset's share of all tokens up to the step. "lately": its share in the tenth
+        of the run that ends there. "asked for": what the weights ask for there. Empty if the plan
+        has no steps.
     """
     if not plan or not plan.get("by_step"):
         return {}
-    # Folders of before have shares alone: each interval then counts alike.
+    # Older folders hold only shares: each interval then has the same weight.
     seen = [{"tokens": one["realised"], **one} for one in plan["by_step"]]
     tenth = max(one["step"] for one in seen) / 10
 
@@ -151,8 +165,9 @@ PLOTS: Mapping[str, Callable[[Sheet, Sequence[Record]], bytes | None]] = {
 def _picture(
     sheet: Sheet, title: str, label: str, lines: Mapping[str, Sequence[tuple[int, float | None]]]
 ) -> bytes:
-    """One picture on a sheet that is blank again behind it: ticks and labels cost more than lines,
-    and a run's pictures share them.
+    """Draws one picture on a sheet, which is blank again afterwards.
+
+    The pictures of a run share a sheet because ticks and labels cost more than lines.
     """
     figure, axes = sheet
     for number, (name, points) in enumerate(lines.items()):
@@ -164,20 +179,21 @@ def _picture(
     picture = _png(figure)
     for drawn in (*axes.lines, *filter(None, [legend])):
         drawn.remove()
-    axes.set_prop_cycle(None)  # the first color again
+    axes.set_prop_cycle(None)  # starts with the first color again
     axes.relim()
     return picture
 
 
 def _label(name: str) -> str:
-    """The name of a dataset in a legend, which leaves out names that begin with "_" and reads
-    formulas between dollars.
+    """Returns the name of a dataset as a legend shows it unchanged.
+
+    A legend leaves out names that begin with "_" and reads formulas between dollars.
     """
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def _figure() -> Sheet:
-    # 0.5 s, and only needed when a run ends
+    # The import takes 0.5 s, and is only needed when a run ends.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

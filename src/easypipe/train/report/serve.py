@@ -1,4 +1,4 @@
-"""The page of a run, served on this machine alone while it trains."""
+"""Serves the report page of a run on this machine alone, while the run trains."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ REFRESH_SECONDS = 10
 
 
 def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page, and of nothing else, on a port of this machine (0: a free one).
+    """Returns a server of the page, and of nothing else, on a port of this machine (0: a free one).
 
-    It answers GET alone, and only requests that name this machine: a page of somebody else cannot
-    read it by a name that it lets point here.
+    It answers only GET, and only requests that name this machine as host: a foreign page cannot
+    read it through a name that it lets point here.
 
-    Raises StateError where a folder holds no run, OSError for a port that is taken.
+    Raises:
+        StateError: A folder holds no run.
+        OSError: The port is taken.
     """
     numbers(folders)
 
@@ -47,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, "application/json", json.dumps(numbers(self.runs)))
             else:
                 self._answer(404, "text/plain", "There is one page: /")
-        except EasypipeError as error:  # a file of the run was damaged meanwhile
+        except EasypipeError as error:  # a file of the run may be damaged by now
             self._answer(500, "text/plain", str(error))
 
     def _answer(self, status: int, kind: str, text: str) -> None:
@@ -60,4 +62,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: str) -> None:
-        """Requests are not worth a line."""
+        """Logs nothing."""

@@ -1,6 +1,6 @@
-"""New tokens (`model.add_tokens`): the tokenizer of a published model with them, and their ids.
+"""New tokens (`model.add_tokens`): a published model's tokenizer with them, and their ids.
 
-No jax here: data is prepared with such a tokenizer too.
+This file imports no jax: data is prepared with such a tokenizer too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from easypipe.train.model.pretrained.files import TOKENIZER_CONFIG, TOKENIZER_FI
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 DEFINITION = "tokenizer.json"
-_KNOW_NONE = "tokenizer.model"  # a file of tokens to which none can be added here: left out
+_KNOW_NONE = "tokenizer.model"  # left out, since no tokens can be added to this file here
 
 
 @functools.lru_cache(maxsize=1)
 def _grown(folder: Path, tokens: tuple[str, ...]) -> tuple[str, range]:
-    """The definition of a tokenizer with new tokens, and their ids."""
+    """Returns the definition of a tokenizer with new tokens, and the ids of the new tokens.
+
+    Raises:
+        ConfigError: The folder has no tokenizer, or it has one of the tokens already.
+    """
     try:
         tokenizer = load_tokenizer(str(folder))
         first = tokenizer.vocab_size
@@ -33,18 +37,23 @@ def _grown(folder: Path, tokens: tuple[str, ...]) -> tuple[str, range]:
 
 
 def added_ids(folder: Path, tokens: Sequence[str]) -> range:
-    """The ids of new tokens behind those of the tokenizer in `folder`.
+    """Returns the ids of new tokens, which follow those of the tokenizer in `folder`.
 
-    Raises ConfigError where there is no tokenizer, and for a token that it has.
+    Raises:
+        ConfigError: The folder has no tokenizer, or it has one of the tokens already.
     """
     return _grown(folder, tuple(tokens))[1]
 
 
 def tokenizer_with(folder: Path, tokens: Sequence[str], into: Path) -> Path:
-    """The folder of the tokenizer in `folder` with new tokens; written into `into` under a name
-    that follows from its content, unless it is there.
+    """Writes the tokenizer of `folder` with new tokens as a folder in `into`, and returns that
+    folder.
 
-    Raises what added_ids raises, and OSError.
+    Its name follows from its content; one that exists is not written again.
+
+    Raises:
+        ConfigError: See added_ids.
+        OSError: The folder cannot be written.
     """
     definition, ids = _grown(folder, tuple(tokens))
     files = {

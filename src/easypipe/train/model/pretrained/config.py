@@ -1,4 +1,4 @@
-"""Options of a published model, which a run trains further. No jax here."""
+"""Options of a published model, which a run trains further. This file imports no jax."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ class PretrainedConfig:
         )
 
     def resolved(self) -> tuple[PretrainedConfig, Path]:
-        """The same at its commit, and the folder of its small files (config.json, tokenizer).
+        """Returns the config with its revision fixed to a commit, and the folder of the model's
+        small files.
 
-        Raises what `model_folder` raises.
+        Those are config.json and the tokenizer. Errors are those of `model_folder`.
         """
         folder = model_folder(self.pretrained, self.revision, weights=False)
         commit = commit_of(folder, self.pretrained)

@@ -2,7 +2,7 @@
 
 A new family is a row of FAMILIES.
 
-Sources: the configuration classes and modelling code of `transformers` 5, whose defaults stand for
+Sources: the configuration classes and modelling code of `transformers` 5, whose defaults apply to
 keys that a config.json leaves out.
 """
 
@@ -21,24 +21,34 @@ from easypipe.train.model.config import ModelConfig, RopeScaling
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture of `transformers`: all that tells it from the others."""
+    """An architecture of `transformers`: all that distinguishes it from the others.
+
+    Attributes:
+        model_type: The model_type of its config.json.
+        architecture: The class of `transformers`.
+        defaults: Defaults of its config.json, where they differ from _DEFAULTS.
+        options: The options of ModelConfig that all models of the family share.
+        activation_key: The key of the activation.
+        windows: Which layers have a window: none; all; "upper" or "pattern": those that layer_types
+            names, or else the upper ones (if use_sliding_window is set), or all but every n-th
+            (sliding_window_pattern).
+        caps: Options of ModelConfig that None switches off -> their keys.
+        scalar_key: The key of attention_width.
+        local_theta_key: The key of local_rope_theta.
+    """
 
     model_type: str
     architecture: str
-    defaults: JsonObject  # of config.json, where they differ from _DEFAULTS
-    # of ModelConfig: what all of the family have in common
+    defaults: JsonObject
     options: JsonObject = field(default_factory=dict)
     activation_key: str = "hidden_act"
-    # which layers have a window: none; all; those that layer_types names, or else the upper ones
-    # (where use_sliding_window says so), or all but every n-th (sliding_window_pattern)
     windows: Literal["none", "all", "upper", "pattern"] = "none"
-    # option of ModelConfig that None switches off -> its key
     caps: Mapping[str, str] = field(default_factory=dict)
-    scalar_key: str | None = None  # of attention_width
-    local_theta_key: str | None = None  # of local_rope_theta
+    scalar_key: str | None = None
+    local_theta_key: str | None = None
 
 
-# option of ModelConfig -> its key, for all families
+# Options of ModelConfig -> their keys, for all families.
 _KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -153,7 +163,7 @@ SUPPORTED = tuple(f"{family.model_type} ({family.architecture})" for family in F
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-# key of config.json -> values under which it changes nothing that this decoder does
+# Keys of config.json -> values that ask for nothing but what this decoder does.
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -168,7 +178,11 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
 
 
 def family_of(hf: JsonObject, at: str) -> Family:
-    """Raises ConfigError for an architecture that is none of SUPPORTED."""
+    """Returns the family of a config.json.
+
+    Raises:
+        ConfigError: The architecture is none of SUPPORTED.
+    """
     name = hf.get("model_type")
     family = FAMILIES.get(str(name))
     if family is None:
@@ -193,13 +207,15 @@ def family_of(hf: JsonObject, at: str) -> Family:
 def _supported(
     value: JsonValue, have: Sequence[JsonValue], at: str, fix: str | None = None
 ) -> None:
+    """Checks that a value is one of those that are supported."""
     require(value in have, at, f"{value!r} is not supported", fix, have)
 
 
 def from_hf(hf: JsonObject, at: str = "config.json") -> ModelConfig:
-    """The ModelConfig of a config.json, of transformers 4 or 5.
+    """Returns the ModelConfig of a config.json, of transformers 4 or 5.
 
-    Raises ConfigError, with the key, for what this decoder cannot do.
+    Raises:
+        ConfigError: This decoder cannot do what a key asks for; the message names the key.
     """
     family = family_of(hf, at)
     for key, neutral in _NEUTRAL.items():
@@ -210,7 +226,7 @@ def from_hf(hf: JsonObject, at: str = "config.json") -> ModelConfig:
         **{key: value for key, value in hf.items() if value is not None or key in _OPTIONAL},
     }
     activation = _ACTIVATIONS[family.options.get("activation", "silu")]
-    # Gemma's first files have the plain key
+    # Gemma's first files have the key of other families.
     given = hf.get(family.activation_key) or hf.get("hidden_act") or activation
     _supported(given, [activation], f"{at}: {family.activation_key}")
     values: JsonObject = {option: known[key] for option, key in _KEYS.items()}
@@ -238,21 +254,22 @@ def from_hf(hf: JsonObject, at: str = "config.json") -> ModelConfig:
         raise error.under(at) from None
 
 
-# null is a value of its own
+# Keys for which null differs from a missing key.
 _OPTIONAL = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
 
 
 def to_hf(config: ModelConfig) -> JsonObject:
-    """A config.json for `transformers`: of the first family that can be exactly this.
+    """Returns a config.json for `transformers`, of the first family that is exactly this model.
 
-    Raises ConfigError where none can.
+    Raises:
+        ConfigError: No family is.
     """
     for family in FAMILIES.values():
         hf = _written(family, config)
         if from_hf(hf) == shape_of(config):
             return hf
     names = [one.name for one in dataclasses.fields(ModelConfig)]
-    # what came before, all families have
+    # All families have the options before rope_scaling.
     own, plain = (
         {name: fields_of(one)[name] for name in names[names.index("rope_scaling") :]}
         for one in (config, ModelConfig())
@@ -268,7 +285,9 @@ def to_hf(config: ModelConfig) -> JsonObject:
 
 
 def shape_of(config: ModelConfig) -> ModelConfig:
-    """`config` as config.json can say it: without dtypes and the way it is compiled."""
+    """Returns `config` without what config.json cannot hold: dtypes and how the model is
+    compiled.
+    """
     same: JsonObject = {
         one.name: one.default
         for one in dataclasses.fields(ModelConfig)
@@ -286,6 +305,7 @@ def shape_of(config: ModelConfig) -> ModelConfig:
 
 
 def _written(family: Family, config: ModelConfig) -> JsonObject:
+    """Returns the config.json of a model if it were of this family."""
     values = dataclasses.asdict(config)
     hf: JsonObject = {
         "architectures": [family.architecture],
@@ -321,7 +341,11 @@ def _written(family: Family, config: ModelConfig) -> JsonObject:
 
 
 def _windows(family: Family, known: JsonObject, at: str) -> tuple[int | None, int | None]:
-    """(sliding_window, global_every)."""
+    """Returns (sliding_window, global_every).
+
+    Raises:
+        ConfigError: The layers without a window are not every n-th.
+    """
     window, layers = known.get("sliding_window"), known["num_hidden_layers"]
     if window is None or family.windows == "none":
         return None, None
@@ -331,7 +355,7 @@ def _windows(family: Family, known: JsonObject, at: str) -> tuple[int | None, in
     if types is None and family.windows == "pattern":
         every = known["sliding_window_pattern"]
         types = [_SLIDING if (i + 1) % every else _FULL for i in range(layers)]
-    elif types is None:  # Qwen: the upper layers, and only where it is switched on
+    elif types is None:  # Qwen: the upper layers, if switched on
         first = known.get("max_window_layers", 28) if known.get("use_sliding_window") else layers
         types = [_SLIDING if i >= first else _FULL for i in range(layers)]
     full = [i for i, kind in enumerate(types) if kind == _FULL]
@@ -352,8 +376,9 @@ def _windows(family: Family, known: JsonObject, at: str) -> tuple[int | None, in
 def _rope(
     family: Family, known: JsonObject, window: int | None, every: int | None, at: str
 ) -> JsonObject:
-    """rope_theta, rope_scaling and local_rope_theta, from `rope_parameters` (transformers 5) or
-    `rope_scaling` beside `rope_theta` (4).
+    """Returns rope_theta, rope_scaling and local_rope_theta.
+
+    They come from `rope_parameters` (transformers 5), or from `rope_scaling` and `rope_theta` (4).
     """
     parameters = known.get("rope_parameters") or {}
     nested = {kind: parameters[kind] or {} for kind in (_FULL, _SLIDING) if kind in parameters}
@@ -368,7 +393,7 @@ def _rope(
     found: JsonObject = {"rope_theta": theta, "rope_scaling": _scaling(main, known, at)}
     if family.local_theta_key is not None and window is not None:
         near = float(local.get("rope_theta") or known[family.local_theta_key])
-        if every is None:  # no layer turns by the other
+        if every is None:  # no layer uses the other
             return {"rope_theta": near}
         if near != theta or found["rope_scaling"] is not None:
             found["local_rope_theta"] = near
@@ -376,6 +401,7 @@ def _rope(
 
 
 def _scaling(rope: JsonObject, known: JsonObject, at: str) -> RopeScaling | None:
+    """Returns the RopeScaling of a config.json, None for none."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     _supported(rope.get("partial_rotary_factor", 1.0), [1.0], f"{at}: partial_rotary_factor")
     _supported(kind, ["default", "linear", "llama3"], f"{at}: rope_type")
@@ -392,17 +418,21 @@ def _scaling(rope: JsonObject, known: JsonObject, at: str) -> RopeScaling | None
 
 @dataclass(frozen=True)
 class Weight:
-    """Where the values of one array of the decoder stand: `{i}` in the name is the layer; matrices
-    are transposed there.
+    """Where the values of an array of the decoder are in the files.
+
+    Attributes:
+        name: The name of the tensor, with `{i}` for the number of the layer.
+        transposed: Whether the tensor is a matrix that is transposed there.
+        stacked: Whether there is one tensor a layer.
     """
 
     name: str
     transposed: bool = False
-    stacked: bool = True  # one tensor a layer
+    stacked: bool = True
 
 
 def weights(config: ModelConfig) -> dict[str, Weight]:
-    """Dotted name of every parameter of Decoder(config) -> its name in safetensors files."""
+    """Returns the tensor of each parameter of Decoder(config), by the parameter's dotted name."""
     found = {
         "embedding": Weight("model.embed_tokens.weight", stacked=False),
         "norm.scale": Weight("model.norm.weight", stacked=False),

@@ -25,7 +25,7 @@ WEIGHTS, INDEX, CONFIG, GENERATION = (
     "generation_config.json",
 )
 OF_TOKENS = ("model.embed_tokens.weight", "lm_head.weight")
-_ROWS = 4096  # of a table that are read at one time for their mean
+_ROWS = 4096  # rows of a table that are read at a time for their mean
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -36,19 +36,25 @@ TOKENIZER_FILES = (
 )
 Shape = tuple[int, ...]
 _SMALL = ["*.json", *(name for name in TOKENIZER_FILES if not name.endswith(".json"))]
-# some repositories hold the same weights again as consolidated.safetensors
+# Some repositories hold the same weights again as consolidated.safetensors.
 _LARGE = ["model*.safetensors"]
 
 
 def model_folder(
     path_or_hub_name: str | Path, revision: str | None, *, weights: bool = True
 ) -> Path:
-    """The folder itself, or the Hub's files in the cache of its client.
+    """Returns a model's folder: the given one, or the Hub's files in the cache of its client.
 
-    What looks like a path is never looked up on the Hub.
+    A name that looks like a path is never looked up on the Hub.
 
-    weights: False leaves out what is large. Raises MissingFileError for neither; SourceError for a
-    gated repository, and for a revision given beside a folder.
+    Args:
+        path_or_hub_name: The folder or Hub name.
+        revision: The branch, tag or commit of a Hub repository.
+        weights: Whether to download the large files too.
+
+    Raises:
+        MissingFileError: There is neither such a folder nor such a repository.
+        SourceError: The repository is gated or cannot be downloaded, or a folder has a revision.
     """
     name = str(path_or_hub_name)
     folder = Path(os.path.expanduser(name))
@@ -72,8 +78,13 @@ def model_folder(
 
 
 def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
-    """Files of a Hub repository, in the cache of its client."""
-    from huggingface_hub import snapshot_download  # slow to import, and only needed for names
+    """Downloads files of a Hub repository into the cache of its client.
+
+    Raises:
+        MissingFileError: There is no such repository, or the Hub cannot be reached.
+        SourceError: The repository is gated, or cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download  # slow to import, only needed for Hub names
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -104,7 +115,7 @@ def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
             f": {offline}" if offline else ""
         )
         have, fix = near_here(name, "Check the path, the network, and HF_HUB_OFFLINE.")
-    # HTTP and validation errors of the Hub's client derive from these
+    # HTTP and validation errors of the Hub's client derive from these.
     except (OSError, ValueError) as error:
         kind, fix, cause = SourceError, "Check name and revision.", error
         name = name if revision is None else f"{name}@{revision}"
@@ -113,21 +124,24 @@ def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def commit_of(folder: Path, path_or_hub_name: str | Path) -> str | None:
-    """The commit of the Hub's files in `folder`, which `model_folder` gave; None where that is a
-    folder of its own.
+    """Returns the commit of the Hub's files in `folder`, which `model_folder` returned.
+
+    It is None if the model was given as a folder.
     """
     return None if Path(os.path.expanduser(path_or_hub_name)).is_dir() else folder.name
 
 
 def read_config(folder: Path) -> tuple[JsonObject, str]:
-    """config.json, as a value and as text."""
+    """Returns config.json, as a value and as text."""
     values = read_json(folder / CONFIG)
     return values, json.dumps(values, sort_keys=True)
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """What ends what a model writes, as generation_config.json says, or config.json where that does
-    not. Raises StateError.
+    """Returns the tokens that end a text, by generation_config.json or else by config.json.
+
+    Raises:
+        StateError: One of the files cannot be read.
     """
     for name in (GENERATION, CONFIG):
         known = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
@@ -137,20 +151,21 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def as_tokens(given: int | Sequence[int] | None) -> list[int]:
-    """One token, several or none, as a list."""
+    """Returns one token, several or none as a list."""
     return [given] if isinstance(given, int) else list(given or ())
 
 
 class WeightFiles(Closeable):
-    """The tensors of a folder, by name.
+    """The tensors of a model's folder, by name.
 
-    Nothing is read but headers until a part of a tensor is asked for. Use it as a context manager.
+    Only headers are read until a part of a tensor is asked for. Use it as a context manager.
+
+    Raises:
+        MissingFileError: There are no safetensors files.
+        StateError: A file is damaged, or the index does not fit the files.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises MissingFileError where there are no safetensors files; StateError for damaged
-        ones.
-        """
         self.folder, again = folder, "Download it again."
         if (folder / INDEX).is_file():
             index = read_json(folder / INDEX).get("weight_map")
@@ -206,9 +221,13 @@ class WeightFiles(Closeable):
         return tuple(self._of[name][1].get_slice(name).get_shape())
 
     def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
-        """NumPy array of `part` of a tensor, in the file's dtype. Only these bytes are read."""
+        """Reads `part` of a tensor, and only these bytes, as a NumPy array in the file's dtype.
+
+        Raises:
+            StateError: It cannot be read.
+        """
         file, handle = self._of[name]
-        # TypeError: a dtype that NumPy has no name for
+        # TypeError: NumPy has no such dtype.
         unreadable = (SafetensorError, OSError, TypeError)
         at = f"{self.folder / file}: {name}"
         with raising(StateError, at, "cannot be read", on=unreadable):
@@ -216,10 +235,15 @@ class WeightFiles(Closeable):
 
 
 class GrownFiles(WeightFiles):
-    """The same with rows for new tokens in what has a row for every token: the mean of the rows of
-    all tokens before them (Hewitt, "Initializing new word embeddings", 2021).
+    """WeightFiles in which embeddings and head have rows for new tokens.
 
-    vocab_size: rows. added: ids of the new tokens.
+    A new row is the mean of the rows of all tokens before them (Hewitt, "Initializing new word
+    embeddings", 2021).
+
+    Args:
+        folder: The folder of the model.
+        vocab_size: The number of rows.
+        added: The ids of the new tokens.
     """
 
     def __init__(self, folder: Path, vocab_size: int, added: range) -> None:
@@ -246,7 +270,7 @@ class GrownFiles(WeightFiles):
         return found
 
     def mean(self, name: str) -> np.ndarray:
-        """Of the rows of all tokens but the new ones: Float64[columns]."""
+        """Returns the mean of the rows of all tokens but the new ones: Float64[columns]."""
         if name not in self._means:
             count = min(self._added.start, super().shape(name)[0])
             parts = (slice(i, min(i + _ROWS, count)) for i in range(0, count, _ROWS))
@@ -257,13 +281,17 @@ class GrownFiles(WeightFiles):
 
 
 def reading(file: Path) -> contextlib.AbstractContextManager[None]:
-    """Inside, a safetensors file is read: StateError where it is damaged."""
+    """Returns a context manager for reading a safetensors file, which raises StateError if it is
+    damaged.
+    """
     problem, unreadable = "is not a whole safetensors file", (SafetensorError, OSError)
     return raising(StateError, file, problem, "Download it again.", unreadable)
 
 
 def unlike(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> dict[str, list[str]]:
-    """Names of tensors that are missing and unexpected, and which have wrong shapes, in words."""
+    """Returns the names of missing and of unexpected tensors, and a description of each wrong
+    shape.
+    """
     return {
         "missing": [name for name in wanted if name not in found],
         "unexpected": sorted(found.keys() - wanted.keys()),
@@ -276,12 +304,17 @@ def unlike(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> dict[str,
 
 
 def in_words(kinds: Mapping[str, list[str]]) -> str:
-    """Of what `unlike` gave, the kinds that there are."""
+    """Formats what `unlike` returned, without the empty kinds."""
     return "; ".join(f"{kind}: {first_of(names)}" for kind, names in kinds.items() if names)
 
 
 def read_json(path: Path) -> JsonObject:
-    """A file of JSON that is an object. Raises MissingFileError and StateError."""
+    """Reads a JSON file that holds an object.
+
+    Raises:
+        MissingFileError: There is no such file.
+        StateError: It is not JSON, or not an object.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""A decoder as one GGUF file, which llama.cpp opens.
+"""Writes a decoder as one GGUF file, which llama.cpp opens.
 
 Source of keys, names and layouts: llama.cpp, `conversion/*.py` and `src/models/*.cpp`.
 """
@@ -37,8 +37,8 @@ from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 logger = logging.getLogger("easypipe")
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-# model_type of config.json -> llama.cpp's name of what computes the same; `nox -s gguf` compares
-# each of them
+# model_type of config.json -> llama.cpp's name of the architecture that computes the same; `nox -s
+# gguf` compares each of them.
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -47,9 +47,9 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }
-_WINDOWED = ("gemma2", "gemma3")  # of these, those that know windows
-# layers for which llama.cpp takes a model for one of 27 billion parameters, and divides attention
-# scores by the root of the width over the heads
+_WINDOWED = ("gemma2", "gemma3")  # architectures that have windows
+# With this number of layers llama.cpp takes a model for one of 27 billion parameters, and divides
+# attention scores by the root of the width over the heads.
 _OF_27B = {"gemma2": 46, "gemma3": 62}
 _ENDS = "eos_token_id", "eot_token_id", "eom_token_id"  # keys of tokens that end a text
 _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -58,7 +58,11 @@ _FIX = "Export without --gguf, for transformers."
 
 
 def needed_gguf() -> ModuleType:
-    """The package that writes the file. Raises MissingExtraError where it is not installed."""
+    """Returns the package that writes the file.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
     fix = "Install it with: pip install 'easypipe[gguf]'"
     with raising(MissingExtraError, "gguf", "writing GGUF files needs it", fix, ImportError):
         return importlib.import_module("gguf")
@@ -76,15 +80,23 @@ def save_gguf(
 ) -> Path:
     """Writes `module` to the new file `path` for llama.cpp, and returns the file.
 
-    It holds the weights, the tokenizer, the chat template and what ends a text. Adapters are
-    merged. Other arguments are those of save_pretrained, but a tokenizer must be named.
+    It holds the weights, the tokenizer, the chat template and the tokens that end a text. Adapters
+    are merged. The file appears complete or not at all.
 
-    dtype: of matrices; None: that of the parameters. Vectors are float32. The file appears whole or
-    not at all.
+    Args:
+        module: The model.
+        path: The file to create.
+        tokenizer: As for save_pretrained, but required.
+        chat_template: As for save_pretrained.
+        eos_token_id: As for save_pretrained.
+        max_length: As for save_pretrained.
+        dtype: The dtype of matrices; None: that of the parameters. Vectors are float32.
 
-    Raises MissingExtraError without the package gguf; ConfigError for a path that is there and for
-    a model that llama.cpp would compute in another way; TokenizerError for a tokenizer whose rules
-    it does not have; StorageError for what cannot be written.
+    Raises:
+        MissingExtraError: The package gguf is not installed.
+        ConfigError: The path exists, or llama.cpp would compute the model in another way.
+        TokenizerError: llama.cpp does not have the tokenizer's rules.
+        StorageError: The file cannot be written.
     """
     gguf = needed_gguf()
     target = Path(os.path.expanduser(path)).absolute()
@@ -153,7 +165,11 @@ def _write(
 
 
 def _architecture(hf: JsonObject, shape: ModelConfig, scores: bool) -> str:
-    """llama.cpp's name of what computes this model. Raises ConfigError where nothing does."""
+    """Returns llama.cpp's name of the architecture of this model.
+
+    Raises:
+        ConfigError: There is none that computes the same.
+    """
     family = hf["model_type"]
     require(
         family in ARCHITECTURES,
@@ -182,7 +198,7 @@ def _architecture(hf: JsonObject, shape: ModelConfig, scores: bool) -> str:
 
 
 def _described(shape: ModelConfig, arch: str, hf: JsonObject) -> JsonObject:
-    """The keys of the model's shape."""
+    """Returns the keys of the model's shape."""
     length = hf["max_position_embeddings"]
     found: JsonObject = {}
     if arch in _WINDOWED:
@@ -225,7 +241,11 @@ def _described(shape: ModelConfig, arch: str, hf: JsonObject) -> JsonObject:
 def _tables(
     vocabulary: Vocabulary, hf: JsonObject, generation: JsonObject, name: str
 ) -> JsonObject:
-    """The keys of tokens, and of what begins and ends a text."""
+    """Returns the keys of the tokens, and of those that begin and end a text.
+
+    Raises:
+        TokenizerError: A GGUF file cannot name the tokens that end a text.
+    """
     ends = as_tokens(generation.get("eos_token_id"))
     if not 1 <= len(ends) <= len(_ENDS):
         raise TokenizerError(
@@ -258,24 +278,25 @@ def _tables(
 
 
 def _own_template(name: str) -> str | None:
+    """Returns the chat template of a tokenizer; None if it has none."""
     try:
         return find_chat_template(name)[0]
-    except TokenizerError:  # it has none
+    except TokenizerError:  # there is none
         return None
 
 
 def _laid_out(tensor: WrittenTensor, shape: ModelConfig, arch: str) -> NDArray[np.float32]:
-    """The values of a tensor as llama.cpp wants them."""
+    """Returns the values of a tensor in the layout of llama.cpp."""
     found = tensor.fetch().astype(np.float32)
     if tensor.name.endswith("norm.weight") and shape.norm_scale == "one_plus":
         found += 1
     kind = tensor.name.removesuffix(".weight").rpartition(".")[2]
-    if arch == "llama" and kind in ("q_proj", "k_proj"):  # which turns neighbours, not halves
+    if arch == "llama" and kind in ("q_proj", "k_proj"):  # it rotates neighbours, not halves
         heads = shape.num_heads if kind == "q_proj" else shape.num_kv_heads
         halves = found.reshape(heads, 2, -1, found.shape[-1]).swapaxes(1, 2)
         found = halves.reshape(found.shape)
     if arch in _WINDOWED and kind == ("q_norm" if shape.qk_norm else "q_proj"):
-        # llama.cpp divides scores by a root of its own: queries are longer by what ours is less
+        # llama.cpp divides scores by another root: the queries are scaled by the quotient of both.
         of_27b = shape.num_layers == _OF_27B[arch]
         theirs = shape.hidden_size // shape.num_heads if of_27b else shape.head_width
         found *= math.sqrt(theirs / (shape.attention_width or shape.head_width))
@@ -285,7 +306,11 @@ def _laid_out(tensor: WrittenTensor, shape: ModelConfig, arch: str) -> NDArray[n
 def _narrowed(
     found: NDArray[np.float32], dtype: Dtype, name: str
 ) -> NDArray[np.float32] | NDArray[np.uint16]:
-    """A matrix in its dtype; a vector as it is."""
+    """Returns a matrix in its dtype, and a vector as it is.
+
+    Raises:
+        ConfigError: The dtype cannot hold the values.
+    """
     if dtype == "float32" or found.ndim == 1:
         return found
     with np.errstate(over="ignore"):
@@ -300,7 +325,7 @@ def _narrowed(
 
 
 def _rope_factors(shape: ModelConfig) -> NDArray[np.float32] | None:
-    """How many times slower each pair turns, [h/2]; None where all turn alike."""
+    """Returns how many times slower each pair rotates, [h/2]; None if llama3 scaling is off."""
     if shape.rope_scaling is None or shape.rope_scaling.kind != "llama3":
         return None
     width = shape.head_width

@@ -1,4 +1,4 @@
-"""A tokenizer.json as the tables of a GGUF file, as far as llama.cpp tokenizes by the same rules.
+"""Converts a tokenizer.json to the tables of a GGUF file, if llama.cpp tokenizes by the same rules.
 
 Source of the rules: llama.cpp, `src/llama-vocab.cpp`.
 """
@@ -25,7 +25,7 @@ _WORDS = _BYTES | {"use_regex": True}
 
 
 def _split(numbers: str) -> JsonObject:
-    """The split of Qwen and Llama 3, which take so many digits together."""
+    """Returns the split rule of Qwen and Llama 3, which take so many digits together."""
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + numbers
@@ -34,7 +34,7 @@ def _split(numbers: str) -> JsonObject:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-# llama.cpp's name of how text is cut into words -> the steps of a tokenizer.json, and whether
+# llama.cpp's name of how text is split into words -> the steps of a tokenizer.json, and whether
 # words that are tokens are taken without merges
 _CUTS: dict[str, tuple[list[JsonObject], bool]] = {
     "gpt-2": ([_WORDS], False),
@@ -61,24 +61,38 @@ _NO_CUT = {  # Gemma's, which finds nothing: its spaces were replaced before
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The tables of a GGUF file that say what tokens there are and how text becomes them."""
+    """The tables of a GGUF file: which tokens there are, and how text is tokenized.
 
-    kind: Literal["gpt2", "llama"]  # bytes merged by rank, or pieces of text merged by score
+    Attributes:
+        kind: "gpt2" merges bytes by rank, "llama" merges pieces of text by score.
+        cut: llama.cpp's name of how text is split into words.
+        tokens: The spelling of each token.
+        types: The type of each token.
+        merges: The merges of gpt2.
+        scores: The scores of llama.
+        space_prefix: Whether a space is put before a text.
+        begins: The token that is put before every text.
+        ends: The token that is put after every text.
+    """
+
+    kind: Literal["gpt2", "llama"]
     cut: str
     tokens: list[str] = field(repr=False)
     types: list[int] = field(repr=False)
-    merges: list[str] = field(repr=False)  # of gpt2
-    scores: list[float] = field(repr=False)  # of llama
-    space_prefix: bool  # a space is put before a text
-    begins: int | None  # put before every text
-    ends: int | None  # put behind every text
+    merges: list[str] = field(repr=False)
+    scores: list[float] = field(repr=False)
+    space_prefix: bool
+    begins: int | None
+    ends: int | None
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int) -> Vocabulary:
-    """The tables of `tokenizer` for a model of `size` tokens.
+    """Returns the tables of `tokenizer` for a model of `size` tokens.
 
-    Raises TokenizerError for a tokenizer whose rules llama.cpp does not have; a warning says where
-    they differ in rare texts.
+    It warns where the rules differ in rare texts.
+
+    Raises:
+        TokenizerError: llama.cpp does not have the tokenizer's rules.
     """
     parts = json.loads(tokenizer.definition_with(()))
     model, at = parts["model"], tokenizer.name
@@ -123,13 +137,14 @@ def vocabulary_of(tokenizer: Tokenizer, size: int) -> Vocabulary:
 
 
 def _require(holds: object, at: str, problem: str, fix: str | None = None) -> None:
+    """Raises a TokenizerError if a condition does not hold."""
     if not holds:
         fix = fix or "Export without --gguf, for transformers."
         raise TokenizerError(at=at, problem=problem, fix=fix)
 
 
 def _steps(part: JsonObject | None) -> list[JsonObject]:
-    """The pre-tokenizers or normalizers of a tokenizer.json, one after the other."""
+    """Returns the pre-tokenizers or normalizers of a tokenizer.json as a flat list."""
     if part is None:
         return []
     if part["type"] == "Sequence":
@@ -139,6 +154,7 @@ def _steps(part: JsonObject | None) -> list[JsonObject]:
 
 
 def _types(parts: JsonObject, size: int) -> list[int]:
+    """Returns the GGUF type of each token."""
     types, model = [UNUSED] * size, parts["model"]
     for word, number in model["vocab"].items():
         of_byte = model["byte_fallback"] and re.fullmatch("<0x[0-9A-F]{2}>", word)
@@ -151,7 +167,9 @@ def _types(parts: JsonObject, size: int) -> list[int]:
 
 
 def _tokens(parts: JsonObject, types: Sequence[int], in_bytes: bool) -> list[str]:
-    """The spelling of every token; a name for ids that the tokenizer does not have."""
+    """Returns the spelling of every token, with placeholders for ids that the tokenizer does not
+    have.
+    """
     tokens = [f"[PAD{i}]" for i in range(len(types))]
     for word, number in parts["model"]["vocab"].items():
         tokens[number] = word
@@ -163,7 +181,11 @@ def _tokens(parts: JsonObject, types: Sequence[int], in_bytes: bool) -> list[str
 
 
 def _cut(parts: JsonObject, steps: list[JsonObject], at: str) -> str:
-    """llama.cpp's name of how this byte-level tokenizer cuts text into words."""
+    """Returns llama.cpp's name of how this byte-level tokenizer splits text into words.
+
+    Raises:
+        TokenizerError: llama.cpp does not have these rules.
+    """
     normalized = _steps(parts["normalizer"])
     _require(normalized in ([], [{"type": "NFC"}]), at, f"llama.cpp does not know its {normalized}")
     if normalized:
@@ -185,7 +207,11 @@ def _cut(parts: JsonObject, steps: list[JsonObject], at: str) -> str:
 
 
 def _prepends(parts: JsonObject, steps: list[JsonObject], at: str) -> bool:
-    """Whether a tokenizer in SentencePiece's manner puts a space before each text."""
+    """Returns whether a tokenizer in SentencePiece's manner puts a space before each text.
+
+    Raises:
+        TokenizerError: llama.cpp does not have its rules.
+    """
     normalized = _steps(parts["normalizer"])
     rules = [*normalized, *steps]
     prepends = _PREPEND in rules or _METASPACE in rules
@@ -212,13 +238,18 @@ def _prepends(parts: JsonObject, steps: list[JsonObject], at: str) -> bool:
 
 
 def _scores(model: JsonObject, types: Sequence[int], tokens: Sequence[str], at: str) -> list[float]:
-    """A score for each token, by which llama.cpp merges as the list of merges says: what is merged
-    earlier has a higher one.
+    """Returns a score for each token, by which llama.cpp merges as the list of merges says.
 
-    llama.cpp merges whatever two pieces spell a token, of all such pairs the one whose token has
-    the highest score, of equal ones the first in the text. That is the list of merges where the
-    pairs of a token stand together in it and none is left out. Pairs of rows of one character
-    (spaces) may stand among each other: both begin with the first, and go on with what it became.
+    Tokens that are merged earlier have higher scores.
+
+    llama.cpp merges any two pieces that spell a token; of all such pairs, the one whose token has
+    the highest score, and of equal ones the first in the text. That is the same as the list of
+    merges if the pairs of a token are adjacent in it and none is left out. Pairs of runs of one
+    character (spaces) may be mixed with each other: both begin with the first, and go on with what
+    it became.
+
+    Raises:
+        TokenizerError: No scores give the order of the merges, or a byte has no token.
     """
     vocab = model["vocab"]
     missing = [
@@ -239,7 +270,7 @@ def _scores(model: JsonObject, types: Sequence[int], tokens: Sequence[str], at: 
     made = [left + right for left, right in model["merges"]]
     made = [word for word in made if types[vocab[word]] != USER_DEFINED]
     last = {word: i for i, word in enumerate(made)}
-    blocks: list[set[str]] = []  # of words whose pairs stand among each other
+    blocks: list[set[str]] = []  # sets of words whose pairs are mixed
     end = -1
     for i, word in enumerate(made):
         if i > end:

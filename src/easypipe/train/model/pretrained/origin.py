@@ -1,6 +1,6 @@
 """Where the model of a run comes from: a shape and a seed, a module, or published weights.
 
-Of published weights every device reads its part of every array from the files, and nothing else.
+Of published weights every device reads only its part of every array from the files.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ from easypipe.train.optim.optimizers import Optimizer
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.record import from_anywhere
 
-# buffers of old versions, computed anew here
-MULTIPLE = 64  # of a vocabulary that has to grow: it divides over meshes as the old one did
-_IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+# A vocabulary that has to grow becomes a multiple of this, so that it divides over meshes as the
+# old one did.
+MULTIPLE = 64
+_IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")  # buffers of old versions
 
 
 def load_pretrained(
@@ -62,23 +63,30 @@ def load_pretrained(
     scan_layers: bool = True,
     revision: str | None = None,
 ) -> Decoder:
-    """A Decoder with the weights of a model in the manner of `transformers`.
+    """Loads a Decoder with the weights of a model in the format of `transformers`.
 
-    They are those of a folder, or of a Hub repository; called on Int[B, S] it gives logits.
-
-    Families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), and whatever else calls itself
-    by their names, such as SmolLM2.
-    mesh: where the arrays lie, sharded as training shards them; None: whole on the first device.
-    Its axes are those of `make_mesh`.
-    dtype: of products and activations. param_dtype: of the parameters; None: `dtype`. remat,
-    scan_layers: as in ModelConfig.
-    revision: branch, tag or commit of a Hub repository; None: main.
+    They are those of a folder, or of a Hub repository; called on Int[B, S] the model returns
+    logits. Families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), and whatever else has
+    their model_type, such as SmolLM2.
 
     Files are read a part at a time: at no time does the host hold more than the parts of one array
-    that its own devices take (an array has all layers of one projection). Raises MissingFileError
-    for files that are not there; ConfigError for a model of another kind, with the key of
-    config.json; StateError for missing or unexpected weights, wrong shapes and damaged files;
-    SourceError for the Hub.
+    that its own devices take (an array has all layers of one projection).
+
+    Args:
+        path_or_hub_name: The folder or Hub name.
+        mesh: The mesh on which the arrays are to lie, sharded as for training, with the axes of
+            `make_mesh`; None: whole on the first device.
+        dtype: The dtype of products and activations.
+        param_dtype: The dtype of the parameters; None: `dtype`.
+        remat: As in ModelConfig.
+        scan_layers: As in ModelConfig.
+        revision: The branch, tag or commit of a Hub repository; None: main.
+
+    Raises:
+        MissingFileError: Files are missing.
+        ConfigError: The model is of another kind; the message names the key of config.json.
+        StateError: Weights are missing or unexpected, shapes are wrong, or files are damaged.
+        SourceError: The Hub refuses.
     """
     try:
         named = PretrainedConfig(
@@ -100,15 +108,25 @@ def load_pretrained(
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model whose config.json is read and whose weights are not."""
+    """A published model whose config.json was read and whose weights were not.
 
-    named: PretrainedConfig  # at its commit
+    Attributes:
+        named: The options of the model, with its commit.
+        config: The ModelConfig of the model.
+        hf_config: The text of its config.json.
+    """
+
+    named: PretrainedConfig
     config: ModelConfig
     hf_config: str
 
     def build(self, *, rows_alone: bool = False) -> Decoder:
-        """The decoder with new values, for `nnx.eval_shape`: its arrays say how the weights have to
-        lie. rows_alone: new tokens are apart, to be trained where all else is frozen.
+        """Returns a decoder with initial values, for `nnx.eval_shape`: its arrays tell how weights
+        are sharded.
+
+        Args:
+            rows_alone: Whether the rows of new tokens are separate arrays, to be trained while all
+                else is frozen.
         """
         decoder = Decoder(self.config, nnx.Rngs(0))
         decoder.hf_config = self.hf_config
@@ -118,13 +136,13 @@ class Pretrained:
 
     @functools.cached_property
     def added(self) -> range:
-        """Ids of the new tokens. Raises what added_ids and resolved raise."""
+        """The ids of the new tokens. Errors are those of added_ids and resolved."""
         return added_ids(self.named.resolved()[1], self.named.add_tokens)
 
     def read(self, layout: states.ModelLayout) -> states.Arrays:
-        """The weights, by the decoder's names, laid out as `layout` says.
+        """Reads the weights, by the decoder's names, sharded as `layout` says.
 
-        Raises what load_pretrained does.
+        Errors are those of load_pretrained.
         """
         named, arrays = weights(self.config), {**layout.params, **layout.rest}
         folder = model_folder(self.named.pretrained, self.named.revision)
@@ -134,7 +152,7 @@ class Pretrained:
         with GrownFiles(folder, self.config.vocabulary, self.added) as files:
             found = self._read(files, named, arrays)
             for ours, of in (("added.embedding", "embedding"), ("added.lm_head", "head.kernel")):
-                if ours in arrays:  # the rows alone, which begin as those in the table
+                if ours in arrays:  # separate rows, initialized as in the table
                     wanted, mean = arrays[ours], files.mean(named[of].name).astype(np.float32)
                     mean = mean[:, None] if named[of].transposed else mean
                     rows = np.broadcast_to(mean, wanted.shape)
@@ -154,11 +172,13 @@ class Pretrained:
 
 
 def find_pretrained(config: PretrainedConfig, *, has_adapters: bool = False) -> Pretrained:
-    """What load_pretrained would load.
+    """Returns the model that load_pretrained would load, without reading its weights.
 
-    has_adapters: parameters are frozen, so that `dtype` serves them too where none is given.
+    Errors are those of load_pretrained.
 
-    Raises what load_pretrained does.
+    Args:
+        config: The options of the model.
+        has_adapters: Whether its parameters are frozen; `dtype` is then their default dtype too.
     """
     named, folder = config.resolved()
     hf, text = read_config(folder)
@@ -180,7 +200,7 @@ def find_pretrained(config: PretrainedConfig, *, has_adapters: bool = False) -> 
             attention=config.attention,
             scan_layers=config.scan_layers,
         )
-    except ConfigError as error:  # an attention that cannot be for these heads
+    except ConfigError as error:  # an attention that cannot run with these heads
         raise error.under("model") from None
     return Pretrained(named, shape, text)
 
@@ -191,15 +211,17 @@ def _check(
     params: Mapping[str, jax.ShapeDtypeStruct],
     config: ModelConfig,
 ) -> None:
-    """Raises StateError that names every missing and unexpected weight, or every one of the wrong
-    shape.
+    """Compares the tensors of the files with the weights that are needed.
+
+    Raises:
+        StateError: The message names every missing and unexpected weight, or every wrong shape.
     """
     shapes = {}
     for ours, weight in named.items():
         shape = params[ours].shape[1 if weight.stacked else 0 :]
         for layer in range(config.num_layers if weight.stacked else 1):
             shapes[weight.name.format(i=layer)] = shape[::-1] if weight.transposed else shape
-    # some files repeat the table that is also the head
+    # Some files repeat the table that is also the head.
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     found = {
         name: files.shape(name)
@@ -217,10 +239,10 @@ def _check(
 
 
 def _placed(files: WeightFiles, weight: Weight, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """One array of the decoder, read part by part and laid out as `wanted` says."""
+    """Reads an array of the decoder part by part, with the sharding of `wanted`."""
     parts: dict[
         tuple[tuple[int, int], ...], np.ndarray
-    ] = {}  # replicas take the same part: it is read once
+    ] = {}  # replicas share a part, which is read once
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
@@ -233,13 +255,14 @@ def _placed(files: WeightFiles, weight: Weight, wanted: jax.ShapeDtypeStruct) ->
         return parts[key]
 
     array = jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
-    # before the next array is read: transfers that wait would keep their host copies
+    # Waits before the next array is read: pending transfers would keep their host copies.
     return jax.block_until_ready(array)
 
 
 def _read(
     files: WeightFiles, weight: Weight, bounds: tuple[slice, ...], dtype: DTypeLike
 ) -> np.ndarray:
+    """Reads a part of an array, whose layers may be separate tensors."""
     if not weight.stacked:
         return _turned(files, weight.name, weight.transposed, bounds).astype(dtype)
     layers, inner = range(bounds[0].start, bounds[0].stop), bounds[1:]
@@ -252,6 +275,7 @@ def _read(
 def _turned(
     files: WeightFiles, name: str, transposed: bool, bounds: tuple[slice, ...]
 ) -> np.ndarray:
+    """Reads a part of a tensor, transposed if the file has it so."""
     found = files.read(name, bounds[::-1] if transposed else bounds)
     return found.T if transposed else found
 
@@ -272,24 +296,34 @@ Model = (
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """`build` makes the module with its adapters; its arrays have their first values, except where
-    `pretrained` reads those.
+    """What a run starts from.
+
+    Attributes:
+        build: Makes the module with its adapters; its arrays have their initial values, except
+            those that `pretrained` reads.
+        config: The config of a Decoder.
+        classifier: The config of a Classifier.
+        is_module: Whether the arrays of `build` belong to the caller, so that they are copied.
+        pretrained: The published model, if it is one.
+        trained: The type of variable that is trained.
     """
 
     build: Callable[[], nnx.Module]
-    config: ModelConfig | None = None  # of a Decoder
-    classifier: ClassifierConfig | None = None  # of a Classifier
-    is_module: bool = False  # `build` gives arrays that belong to somebody else
+    config: ModelConfig | None = None
+    classifier: ClassifierConfig | None = None
+    is_module: bool = False
     pretrained: Pretrained | None = None
     trained: type[nnx.Variable] = nnx.Param
 
     @property
     def shape(self) -> ModelConfig | ClassifierConfig | None:
-        """What checkpoints tell models apart by; None of a module from Python."""
+        """The config by which checkpoints identify the model; None for a module from Python."""
         return self.config or self.classifier
 
     def record(self) -> JsonObject | None:
-        """What a checkpoint keeps of a published model: its name, its commit, its config.json."""
+        """Returns what a checkpoint keeps of a published model: its name, its commit, its
+        config.json.
+        """
         found = self.pretrained
         return (
             None
@@ -304,17 +338,23 @@ class Origin:
     def state(
         self, layout: states.ModelLayout, optimizer: Optimizer, made_of: str | None = None
     ) -> states.TrainState:
-        """The state before the first step.
+        """Returns the state before the first step.
 
-        made_of: as init_state takes it. Raises what load_pretrained raises for files. Call inside
-        `state.on(layout.mesh)`.
+        Call it inside `state.on(layout.mesh)`. Errors of files are those of load_pretrained.
+
+        Args:
+            layout: The layout of the model.
+            optimizer: The optimizer.
+            made_of: See init_state.
         """
         if self.is_module:
             return states.state_from(self.build(), layout, optimizer)
         if self.pretrained is None:
             return states.init_state(self.build, layout, optimizer, made_of)
         read = self.pretrained.read(layout)
-        new = {name: value for name, value in layout.params.items() if name not in read}  # adapters
+        new = {
+            name: value for name, value in layout.params.items() if name not in read
+        }  # arrays of adapters
         born = jax.jit(
             lambda: {name: layout.split(self.build())[0][name] for name in new},
             out_shardings=states.shardings(new),
@@ -329,8 +369,18 @@ class Origin:
 def origin_of(
     model: Model, seed: int, lora: LoraConfig | None = None, *, scores: bool = False
 ) -> Origin:
-    """Raises ConfigError for what is no model, and what `find_pretrained` raises for published
-    ones; makes no array. scores: it becomes a reward model.
+    """Returns what a run starts from; makes no array.
+
+    Errors of published models are those of `find_pretrained`.
+
+    Args:
+        model: Anything that `easypipe.Trainer` takes as a model.
+        seed: The seed of the initial values.
+        lora: The options of adapters, if any.
+        scores: Whether the model becomes a reward model.
+
+    Raises:
+        ConfigError: It is not a model.
     """
     if isinstance(model, str | Path):
         model = PretrainedConfig(pretrained=model)
@@ -358,7 +408,7 @@ def origin_of(
             is_module=True,
             trained=trained,
         )
-    linen = sys.modules.get("flax.linen")  # whoever has such a module has loaded it
+    linen = sys.modules.get("flax.linen")  # a caller with such a module has imported it
     if linen is not None and isinstance(model, linen.Module):
         bridged = cast("linen.Module", model)
         return Origin(build=lambda: adapted(_from_linen(bridged, nnx.Rngs(seed))), trained=trained)
@@ -378,7 +428,7 @@ def origin_of(
 
 
 def _from_linen(module: linen.Module, rngs: nnx.Rngs) -> nnx.Module:
-    """Its arrays take their shapes from a call with one short row."""
+    """Bridges a Linen module; its arrays get their shapes from a call with one short row."""
     row = jnp.zeros((1, 8), jnp.int32)
     taken = {
         name: row
@@ -392,7 +442,11 @@ def _from_linen(module: linen.Module, rngs: nnx.Rngs) -> nnx.Module:
 def from_pretrained(
     found: Pretrained, seed: int, lora: LoraConfig | None, *, scores: bool = False
 ) -> Origin:
-    """Raises ConfigError for adapters where only new tokens shall be trained."""
+    """Returns the Origin of a published model.
+
+    Raises:
+        ConfigError: Adapters are given, but only new tokens are to be trained.
+    """
     alone = found.named.only_added_tokens
     require(
         lora is None or not alone,
@@ -413,7 +467,9 @@ def from_pretrained(
 def _adapting(
     seed: int, lora: LoraConfig | None, *, scores: bool
 ) -> tuple[type[nnx.Variable], Callable[[nnx.Module], nnx.Module]]:
-    """(what is trained, what puts it into a module)."""
+    """Returns the type of variable that is trained, and a function that adds adapters to a
+    module.
+    """
 
     def adapted(module: nnx.Module) -> nnx.Module:
         if scores:

@@ -1,4 +1,4 @@
-"""Adapters as a folder that PEFT opens (adapter_config.json, safetensors), and back."""
+"""Saves adapters as a folder that PEFT opens (adapter_config.json, safetensors), and loads them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from easypipe.train.model.pretrained.save import new_folder
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "base_model.model.model.layers.{layer}.{module}.lora_{ab}.weight"
 _PARSED = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.([a-z_.]+)\.lora_([AB])\.weight")
-# keys of adapter_config.json -> values under which they change nothing that is done here
+# Keys of adapter_config.json -> values that ask for nothing but what is done here.
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -51,12 +51,18 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
 
 
 def save_adapters(module: Decoder, path: str | Path, *, base: str | Path | None = None) -> Path:
-    """Writes the adapters of `module` to the new folder `path`, for
-    `peft.PeftModel.from_pretrained`, and returns the folder.
+    """Writes the adapters of `module` to the new folder `path`, and returns the folder.
 
-    base: folder or Hub name of the model that they belong to, which PEFT looks up. The folder
-    appears whole or not at all. Raises ConfigError for a module without adapters and for a folder
-    that is not empty; StorageError for what cannot be written.
+    `peft.PeftModel.from_pretrained` opens it. The folder appears complete or not at all.
+
+    Args:
+        module: The model with adapters.
+        path: The folder to create.
+        base: The folder or Hub name of the model that they belong to, which PEFT looks up.
+
+    Raises:
+        ConfigError: The module has no adapters that PEFT can open, or the folder is not empty.
+        StorageError: The folder cannot be written.
     """
     found = adapters(module)
     require(
@@ -106,12 +112,15 @@ def save_adapters(module: Decoder, path: str | Path, *, base: str | Path | None 
 
 
 def load_adapters(module: Decoder, path: str | Path) -> Decoder:
-    """A Decoder like `module`, whose arrays it shares, with the adapters of a folder that PEFT or
-    `save_adapters` wrote.
+    """Returns a Decoder like `module`, whose arrays it shares, with the adapters of a folder.
 
-    Raises MissingFileError; ConfigError for adapters of another kind, with the key of
-    adapter_config.json; StateError for tensors that are missing, unexpected or of the wrong shape,
-    with their names, and for damaged files.
+    The folder was written by PEFT or by `save_adapters`.
+
+    Raises:
+        MissingFileError: The folder has no adapters as safetensors.
+        ConfigError: The adapters are of another kind; the message names the key of
+            adapter_config.json.
+        StateError: Tensors are missing, unexpected or of the wrong shape, or a file is damaged.
     """
     folder = Path(os.path.expanduser(path))
     values, file = read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_WEIGHTS
@@ -154,7 +163,11 @@ def load_adapters(module: Decoder, path: str | Path) -> Decoder:
 
 
 def _targets(tensors: Iterable[str], file: Path) -> tuple[str, ...]:
-    """The projections of the decoder whose adapters `tensors` are."""
+    """Returns the projections of the decoder to which the adapters belong.
+
+    Raises:
+        StateError: A tensor belongs to none, or there is no tensor.
+    """
     ours = {their: name for name, their in PROJECTIONS.items()}
     parsed = {name: _PARSED.fullmatch(name) for name in tensors}
     places = {

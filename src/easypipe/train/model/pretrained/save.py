@@ -1,4 +1,4 @@
-"""A decoder as a folder that `transformers` opens."""
+"""Saves a decoder as a folder that `transformers` opens."""
 
 from __future__ import annotations
 
@@ -55,17 +55,23 @@ logger = logging.getLogger("easypipe")
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a model has seen in training, as far as whoever writes with it must know.
+    """What a model saw in training, as far as those who generate with it must know.
 
     A checkpoint records it.
+
+    Attributes:
+        chat_template: The chat template of its conversations.
+        stop_token_ids: The tokens that end a turn of the assistant.
+        max_length: The number of tokens of the longest row.
     """
 
     chat_template: str | None = None
-    stop_token_ids: tuple[int, ...] = ()  # what ends a turn of the assistant
-    max_length: int | None = None  # tokens of the longest row
+    stop_token_ids: tuple[int, ...] = ()
+    max_length: int | None = None
 
     @classmethod
     def of(cls, turns: Turns | None) -> Seen:
+        """Returns what follows from how conversations are written."""
         return (
             cls()
             if turns is None
@@ -74,15 +80,16 @@ class Seen:
 
     @classmethod
     def recorded(cls, saved: JsonObject) -> Seen:
-        """What stands in a checkpoint; earlier versions wrote none."""
+        """Returns what a checkpoint records; earlier versions recorded nothing."""
         values: JsonObject = saved.get("seen") or {"stop_token_ids": ()}
         return cls(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
 
     def record(self) -> JsonObject:
+        """Returns it as plain JSON, for a checkpoint."""
         return {**dataclasses.asdict(self), "stop_token_ids": list(self.stop_token_ids)}
 
     def longer(self, length: int | None) -> Seen:
-        """This, after a row of so many tokens."""
+        """Returns this after a row of so many tokens."""
         known = self.max_length or 0
         return (
             self
@@ -91,7 +98,7 @@ class Seen:
         )
 
     def options(self) -> JsonObject:
-        """What save_pretrained takes."""
+        """Returns the options of save_pretrained that follow from it."""
         return {
             "chat_template": self.chat_template,
             "eos_token_id": self.stop_token_ids or None,
@@ -109,27 +116,27 @@ def save_pretrained(
     max_length: int | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
-    """Writes `module` to the new folder `path` for `transformers`, and returns the folder.
+    """Writes `module` to the new folder `path`, complete or not at all, and returns the folder.
 
-    `transformers.AutoModelForCausalLM.from_pretrained` opens it.
+    `transformers.AutoModelForCausalLM.from_pretrained` opens it: config.json,
+    generation_config.json, model.safetensors. Tensors have the dtype of the parameters; adapters
+    are merged into them. A module of `load_pretrained` keeps all other keys of its config.json.
 
-    config.json, generation_config.json, and model.safetensors, or several files with
-    model.safetensors.index.json where the tensors take more than `max_shard_bytes` (bytes; no file
-    is larger, unless by one tensor; so much of the weights is on the host at a time). Tensors have
-    the dtype of the parameters; adapters are merged into them. A module of `load_pretrained` keeps
-    all other keys of the config.json that it came with. tokenizer: a tokenizer.json, a folder with
-    one or a Hub name, whose files are copied; or an object with `save_pretrained`, as
-    `transformers` has.
+    Args:
+        tokenizer: A tokenizer.json, a folder with one or a Hub name, whose files are copied; or an
+            object with `save_pretrained`, as `transformers` has.
+        chat_template: The chat template of the training; None: the tokenizer's own.
+        eos_token_id: What ends a text, in place of the tokenizer's EOS token, which
+            generation_config.json names too.
+        max_length: The longest row that the model saw; max_position_embeddings is at least this.
+        max_shard_bytes: The most bytes of a file (unless one tensor is larger) and of weights on
+            the host at a time; larger models get several files and an index.
 
-    chat_template: the text of the one that the model was trained with; None: the tokenizer's own.
-    eos_token_id: what ends what it writes, in place of the tokenizer's EOS token, which
-    generation_config.json names besides. max_length: tokens of the longest row that it has seen,
-    which is its max_position_embeddings, unless its config.json came with more.
-
-    The folder appears whole or not at all. Raises ConfigError for a module that no family of
-    `transformers` can hold and for a folder that is not empty; MissingFileError for a tokenizer
-    that is not there; TrainError for arrays of which other processes hold parts; StorageError for
-    what cannot be written.
+    Raises:
+        ConfigError: No family of `transformers` holds the module, or the folder is not empty.
+        MissingFileError: The tokenizer does not exist.
+        TrainError: Other processes hold parts of arrays.
+        StorageError: The folder cannot be written.
     """
     kind = f"{type(module).__name__} is not a Decoder"
     require(
@@ -163,9 +170,12 @@ def save_pretrained(
 
 @contextlib.contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `path` when all is written.
+    """Yields a folder to write into, which becomes `path` when the `with` block ends without an
+    error.
 
-    Raises ConfigError where `path` is there; StorageError.
+    Raises:
+        ConfigError: `path` exists and is not an empty folder.
+        StorageError: It cannot be written.
     """
     target = Path(os.path.expanduser(path)).absolute()
     require(
@@ -189,7 +199,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
 
 def _usual_modes(folder: Path) -> None:
-    """Gives files the mode that the umask gives new ones: safetensors leaves its own to the owner
+    """Gives files the mode that the umask gives: safetensors makes its files readable by the owner
     alone.
     """
     probe = folder / ".mode"
@@ -206,9 +216,13 @@ def config_json(
     eos_token_id: int | Sequence[int] | None,
     max_length: int | None,
 ) -> tuple[JsonObject, JsonObject]:
-    """config.json and generation_config.json.
+    """Returns the contents of config.json and of generation_config.json.
 
-    special: the tokenizer's bos_token_id, eos_token_id and pad_token_id, where there are.
+    Args:
+        module: The model.
+        special: The bos_token_id, eos_token_id and pad_token_id of the tokenizer, those that exist.
+        eos_token_id: See save_pretrained.
+        max_length: See save_pretrained.
     """
     config = json.loads(module.hf_config) if module.hf_config else None
     if config is None or from_hf(config) != shape_of(module.config):
@@ -230,7 +244,7 @@ def config_json(
     if ends:
         generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    # else the length is part of how positions are scaled
+    # With a factor, the length is part of how positions are scaled.
     if max_length is not None and "factor" not in rope:
         config["max_position_embeddings"] = max(
             max_length, config.get("max_position_embeddings") or 0
@@ -239,7 +253,7 @@ def config_json(
 
 
 def special_tokens(tokenizer: Any, files: list[Path]) -> JsonObject:
-    """bos_token_id, eos_token_id and pad_token_id of a tokenizer, those that it has."""
+    """Returns the bos_token_id, eos_token_id and pad_token_id of a tokenizer, those that it has."""
     if files:
         try:
             [tokenizer] = (load_tokenizer(file) for file in files if file.name == "tokenizer.json")
@@ -251,21 +265,28 @@ def special_tokens(tokenizer: Any, files: list[Path]) -> JsonObject:
 
 
 def _write_template(folder: Path, template: str) -> None:
-    """Puts `template` where `transformers` looks: its own file, and where older versions do, if
-    there is one already.
+    """Writes `template` where `transformers` looks for it.
+
+    That is a file of its own, and the place of older versions if the tokenizer has one there.
     """
     path = folder / TOKENIZER_CONFIG
     values = read_json(path) if path.is_file() else {}
     own = values.get("chat_template")
     named = own if isinstance(own, list) else []
     if any(isinstance(one, dict) and one.get("template") == template for one in named):
-        return  # the tokenizer's, with others beside it
+        return  # it is one of the tokenizer's own
     (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     if own is not None:
         path.write_bytes(json_bytes({**values, "chat_template": template}))
 
 
 def _tokenizer_files(tokenizer: Any) -> list[Path]:
+    """Returns the files of a tokenizer to copy; [] for an object that saves itself.
+
+    Raises:
+        ConfigError: It is no tokenizer that can be saved.
+        MissingFileError: There is no tokenizer.json.
+    """
     if tokenizer is None or attribute_of(tokenizer, "save_pretrained"):
         return []
     require(
@@ -288,11 +309,18 @@ def _tokenizer_files(tokenizer: Any) -> list[Path]:
 
 
 class WrittenTensor(NamedTuple):
-    """A tensor of the files, which is copied from its device when it is fetched."""
+    """A tensor to be written, which is copied from its device when it is fetched.
 
-    name: str  # in the file
+    Attributes:
+        name: The name in the file.
+        array: The array that holds it.
+        layer: Its layer in the array, if that holds several.
+        transposed: Whether it is transposed in the file.
+    """
+
+    name: str
     array: jax.Array
-    layer: int | None  # of the array, where it has one
+    layer: int | None
     transposed: bool
 
     @property
@@ -310,8 +338,12 @@ class WrittenTensor(NamedTuple):
 
 
 def tensors_of(module: Decoder) -> list[WrittenTensor]:
-    """Every tensor of the files, layer by layer; nothing is copied yet. A reward model has a score
-    in place of the head.
+    """Returns every tensor to be written, layer by layer; nothing is copied yet.
+
+    A reward model has a score in place of the head.
+
+    Raises:
+        TrainError: Other processes hold parts of an array.
     """
     named, found = weights(module.config), []
     if module.score is not None:
@@ -339,6 +371,7 @@ def tensors_of(module: Decoder) -> list[WrittenTensor]:
 
 
 def _write_shards(folder: Path, tensors: list[WrittenTensor], max_shard_bytes: int) -> None:
+    """Writes the tensors to one file, or to several with an index."""
     shards: list[list[WrittenTensor]] = [[]]
     for tensor in tensors:
         if (
