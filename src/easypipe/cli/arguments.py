@@ -15,8 +15,9 @@ from easypipe.cli.keys import complete_key
 
 
 def examples(*lines: str) -> str:
-    """Returns the end of a command's --help. Its first character makes typer keep the lines as they
-    are.
+    """Returns the end of a command's --help.
+
+    Its first character makes typer keep the lines as they are.
     """
     return "\b\nExamples:\n" + "\n".join(f"  easypipe {line}" for line in lines)
 

@@ -68,9 +68,7 @@ class Module:
 
     @property
     def held_out(self) -> bool:
-        """Whether the module is held out; its name decides, so that Python versions hold out the
-        same ones.
-        """
+        """Whether the module is held out; its name decides, in every Python version alike."""
         return (
             int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
             % HELD_OUT
@@ -79,8 +77,9 @@ class Module:
 
 
 def write_project(folder: Path) -> bool:
-    """Writes the project unless it exists; returns whether it did. A killed call is finished by the
-    next.
+    """Writes the project unless it exists; returns whether it did.
+
+    A killed call is finished by the next.
 
     Raises:
         ConfigError: `folder` holds something else.
@@ -166,9 +165,7 @@ def standard_library() -> Iterator[Module]:
 
 
 def training_texts(folder: Path) -> Iterator[str]:
-    """Yields the texts that the tokenizer is trained on: the rows of both datasets in the
-    project.
-    """
+    """Yields the texts that the tokenizer is trained on: the rows of both datasets."""
     import pyarrow.parquet as pq
 
     for path in sorted((folder / "data/code").glob("*.jsonl")):

@@ -74,8 +74,9 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 
 def _run(folder: Path) -> Run:
-    """Reads a run. One that cannot be read has the reason as its state, so that it hides no other
-    run.
+    """Reads a run.
+
+    One that cannot be read has the reason as its state, so that it hides no other run.
     """
     from easypipe.core.config import allowing_code, load_yaml
     from easypipe.core.locks import try_hold

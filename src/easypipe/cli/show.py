@@ -80,8 +80,7 @@ def progress() -> Iterator[ProgressListener]:
 
 @contextmanager
 def training() -> Iterator[TrainListener]:
-    """Yields a listener that shows a line for the current step, and prints one for every
-    evaluation.
+    """Yields a listener that shows the current step, and prints each evaluation.
 
     Without a terminal it prints lines of the first and last step and every half minute, with the
     remaining time.

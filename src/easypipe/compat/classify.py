@@ -147,8 +147,7 @@ class ImagesConfig:
 
 
 class ImageRows:
-    """A map-style dataset of labelled images: `rows[i]` is {"image": ..., "label": int}. Thread
-    safe.
+    """A map-style, thread-safe dataset: `rows[i]` is {"image": ..., "label": int}.
 
     Args:
         images: The images of all rows.
@@ -181,8 +180,7 @@ class ImageRows:
 
 
 class Images:
-    """`data_files` or `val_files` of an ImagesConfig, opened: columns are copied and labels are
-    read.
+    """`data_files` or `val_files` of an ImagesConfig, copied and with labels read.
 
     Errors are those of opening files.
 

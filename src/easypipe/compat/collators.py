@@ -1,5 +1,4 @@
-"""Document 001, collation: `create_collate_fn`, `create_causal_lm_collate`,
-`create_seq2seq_collate`.
+"""Document 001, collation: batches from rows of tokens, for users who hold rows.
 
 They make batches from rows of tokens, for users who hold rows; `Pipeline.load()` needs none of
 them.
@@ -400,8 +399,9 @@ def require_some(rows: Sequence[Item]) -> None:
 
 
 def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int64]]:
-    """Returns input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids of every
-    row.
+    """Returns the token columns of every row.
+
+    They are input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids.
 
     Args:
         rows: The rows.

@@ -32,17 +32,16 @@ log = logging.getLogger("easypipe")
 
 @runtime_checkable
 class DataModuleProtocol(Protocol):
-    """The protocol of classes with a training loader and a validation loader; it needs no base
-    class.
-    """
+    """Any class with a training loader and a validation loader. It needs no base class."""
 
     def train_dataloader(self) -> Any: ...
     def val_dataloader(self) -> Any: ...
 
 
 class Splits(NamedTuple):
-    """Numbers of the rows to train on and to validate on: Int64[n] each, ascending, disjoint,
-    together all.
+    """The numbers of the rows to train on and to validate on.
+
+    They are Int64[n] each, ascending and disjoint, and together all rows.
     """
 
     train: Int64
@@ -166,8 +165,9 @@ class UniversalDataModule:
         return Splits(train=np.sort(order[held_out:]), val=np.sort(order[:held_out]))
 
     def train_dataloader(self) -> EpochLoader:
-        """Returns a loader that begins after the last pass that a loader of this method
-        finished.
+        """Returns a loader that begins after the last pass of earlier loaders.
+
+        A pass counts once a loader of this method has finished it.
         """
         train = (
             self._train
@@ -215,8 +215,9 @@ class UniversalDataModule:
 
     @property
     def _is_plain_text(self) -> bool:
-        """Whether the Pipeline makes the batches: with easypipe's own text collator and no task
-        options.
+        """Whether the Pipeline makes the batches.
+
+        That takes easypipe's own text collator and no task options.
         """
         if self._collate_fn is not None:
             return False
@@ -263,9 +264,7 @@ class _Rows:
 
 
 def _row(row: Item) -> Any:
-    """Returns `{"input_ids": row}` for a row that is an array of integers; any other row as it
-    is.
-    """
+    """Returns `{"input_ids": row}` for an array of integers, another row as it is."""
     if isinstance(row, Mapping | tuple | str | bytes):
         return row
     array = np.asarray(row)

@@ -227,9 +227,7 @@ class DataPipeline:
     def from_config(
         cls, config: DataPipelineConfig | Settings | str | Path
     ) -> Result[Self, EasypipeError]:
-        """Makes a DataPipeline from the path of a YAML file, from its contents as a dict, or from a
-        config.
-        """
+        """Makes a DataPipeline from a YAML file, its contents as a dict, or a config."""
         return attempt(_read, config).and_then(lambda made: attempt(cls, made))
 
     @staticmethod

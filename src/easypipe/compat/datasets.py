@@ -96,9 +96,7 @@ class PreprocessedDataset:
 
     @property
     def collate_fn(self) -> Collate:
-        """The collator of its rows if no other is given. Batches are those of a Pipeline's
-        loader.
-        """
+        """The default collator of its rows. Batches are those of a Pipeline's loader."""
         return _collator_of(self._engine)
 
     def as_dataset_config(self) -> DatasetConfig | None:

@@ -76,8 +76,9 @@ def vocabulary_of(tokenizer: TokenizerLike) -> Mapping[str, int] | None:
 
 
 class OwnTokenizer:
-    """A user's object with `encode(text)`, which returns ids or a dict with `input_ids`, for
-    collators.
+    """A user's object with `encode(text)`, for collators.
+
+    `encode` returns ids or a dict with `input_ids`.
 
     Its fingerprint is that of its class, since its content is not known.
     """

@@ -1,5 +1,4 @@
-"""Documents 001 and 004: DataLoaderConfig, DataLoaderFactory and DataLoaderBuilder make the one
-Loader.
+"""Documents 001 and 004: DataLoaderConfig, DataLoaderFactory, DataLoaderBuilder → one Loader.
 
 Datasets of text that know their tokenizer (PreprocessedDataset) become the Pipeline that reads
 them; every other dataset goes into the same Loader through a collator.
@@ -41,9 +40,7 @@ class TextDataset(Protocol):
     """A dataset that tells how a Pipeline reads it."""
 
     def as_dataset_config(self) -> DatasetConfig | None:
-        """Returns how a Pipeline reads the rows; None if only the rows themselves tell what they
-        hold.
-        """
+        """Returns how a Pipeline reads the rows; None if only the rows tell."""
         ...
 
 
@@ -150,8 +147,9 @@ class DataLoaderConfig:
         )
 
     def with_seed(self, *, drawing: bool) -> DataLoaderConfig:
-        """Returns the options with a seed, which is drawn and logged if none was given and it
-        matters.
+        """Returns the options with a seed.
+
+        It is drawn and logged if none was given and it matters.
 
         Args:
             drawing: Whether the seed decides anything; else it becomes 0.
@@ -320,14 +318,16 @@ class DataLoaderBuilder:
         return self.with_options(batch_size=batch_size)
 
     def with_distributed(self, rank: int, world_size: int) -> Self:
-        """Sets the rank: of every world_size neighbouring rows, this process reads the one numbered
-        `rank`.
+        """Sets the rank of this process.
+
+        Of every world_size neighbouring rows it reads the one numbered `rank`.
         """
         return self.with_options(rank=rank, world_size=world_size)
 
     def with_workers(self, num: int, pin_memory: bool | None = None) -> Self:
-        """Sets the number of threads that make batches ahead; for pin_memory see
-        DataLoaderConfig.
+        """Sets the number of threads that make batches ahead.
+
+        For pin_memory see DataLoaderConfig.
         """
         return self.with_options(num_workers=num, pin_memory=pin_memory)
 

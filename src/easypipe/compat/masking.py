@@ -113,8 +113,9 @@ class MaskedLMCollator:
         return shown, np.where(chosen, ids, IGNORE)
 
     def _words(self, row: Row, ids: Int64, number: int) -> Int64:
-        """Returns the word of each token, Int64[n]; the token's place if tokens are chosen one by
-        one.
+        """Returns the word of each token, Int64[n].
+
+        It is the token's place if tokens are chosen one by one.
 
         Raises:
             SourceError: The words are not known.
@@ -232,8 +233,9 @@ def _special(mask_token_id: int, special: Sequence[int], vocab_size: int) -> Boo
 
 
 def _draw(key: int, what: str, numbers: Int64) -> NDArray[np.float64]:
-    """Returns uniform draws on [0, 1), Float64[n], one for each of `numbers`, the same for equal
-    numbers.
+    """Returns uniform draws on [0, 1), Float64[n], one for each of `numbers`.
+
+    Equal numbers have equal draws.
     """
     words = mix64(
         numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(fold(key, what))

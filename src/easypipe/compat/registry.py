@@ -147,8 +147,9 @@ class Registered:
 
     @property
     def options(self) -> tuple[dict[str, bool], bool]:
-        """The options of the factory, each with whether it is required, and whether it takes any
-        others.
+        """The options of the factory, each with whether it is required.
+
+        The second value tells whether it takes any others.
         """
         named: dict[str, bool] = {}
         anything = False

@@ -106,8 +106,7 @@ class Trainer(Engine):
         turns: Turns | None = None,
         **fields: Any,
     ) -> None:
-        """Makes a Trainer, and prepares its data; errors are also those of preparing and
-        load_pretrained.
+        """Makes a Trainer, and prepares its data, with the errors of doing so.
 
         Raises:
             ConfigError: Something cannot run; PlacementError if rows do not fit the mesh.

@@ -58,8 +58,9 @@ class Explaining(Protocol):
 
 @runtime_checkable
 class Sourced(Protocol):
-    """A loader whose batches may tell the dataset of a token: `source_ids` are indices of these
-    names.
+    """A loader whose batches may tell the dataset of a token, by `source_ids`.
+
+    The ids are indices of `source_names`.
     """
 
     @property

@@ -117,9 +117,7 @@ class PreferenceConfig:
 
     @property
     def compares(self) -> bool:
-        """Whether the loss needs the log-probabilities of answers under the model before
-        training.
-        """
+        """Whether the loss needs the answers' log-probabilities before training."""
         return self.reference != "none" and self.loss not in WITHOUT_REFERENCE
 
     @property
@@ -170,7 +168,7 @@ class PreferenceConfig:
 
 @config
 class CheckpointConfig:
-    """What is committed together at a step: model, optimizer, loader state and configuration.
+    """Model, optimizer, loader state and configuration, committed together.
 
     The last step is always saved.
     """

@@ -78,9 +78,7 @@ Batch = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out loader. Every evaluation reads it from the position it had when the trainer was
-    made.
-    """
+    """A held-out loader, which every evaluation reads from the same position."""
 
     name: str
     loader: BatchLoader
@@ -178,9 +176,7 @@ class Engine:
         self.mesh = make_mesh(laid_out, at="train.mesh") if mesh is None else checked_mesh(mesh)
 
     def _check_loaders(self, evals: Mapping[str, BatchLoader]) -> None:
-        """Checks the loaders, and sets the number of steps, the datasets and the held-out
-        loaders.
-        """
+        """Checks the loaders; sets the number of steps, the datasets and the held-out loaders."""
         config, pieces = self.config, self.config.accumulate_steps
         check_loader(self.train, "train")
         for name, loader in evals.items():
@@ -280,9 +276,7 @@ class Engine:
         self.eval_step = make_eval_step(self.layout, loss)
 
     def _compare(self, config: PreferenceConfig) -> LossFn:
-        """Returns the preference loss, and sets the reference model if the loss compares with
-        one.
-        """
+        """Returns the preference loss; sets the reference model if the loss needs one."""
         fix = "Leave one of them out."
         require(
             self.own_loss is None, "train.preference", "given, and so is a loss from Python", fix
@@ -334,8 +328,7 @@ class Engine:
         return noise_columns(alpha, self.config.seed)
 
     def _told(self, model: nnx.Module, sources: Sequence[str]) -> Sequence[str]:
-        """Returns the names of what the loss reports beside NLL, for data of the datasets
-        `sources`.
+        """Returns the names of what the loss reports beside NLL.
 
         A loss from Python is not known here: see `check_metrics`.
         """
@@ -346,8 +339,9 @@ class Engine:
         return Measures(self.config.measure).told(sources)
 
     def check_metrics(self, state: states.TrainState, batch: Batch) -> None:
-        """Traces a loss from Python for the names it reports, and checks the callbacks against
-        them.
+        """Checks the metrics that callbacks watch against those that a loss from Python reports.
+
+        The loss is only traced.
 
         Nothing is computed.
 
@@ -450,9 +444,7 @@ class Engine:
         return self.layout.merge(params, state.rest)
 
     def fresh(self) -> states.TrainState:
-        """Returns the state before the first step, and notes the fingerprints of frozen
-        parameters.
-        """
+        """Returns the state before the first step; sets the fingerprints of frozen parameters."""
         state = self.origin.state(self.layout, self.optimizer, self.made_of)
         self.frozen = fingerprint({name: state.rest[name] for name in sorted(self.layout.frozen)})
         return state
@@ -577,8 +569,6 @@ class Engine:
 
 
 def _sources(name: str, held_out: BatchLoader) -> tuple[str, ...]:
-    """Returns the dataset names of a held-out loader, without the prefix of rows held out for
-    it.
-    """
+    """Returns the datasets of a held-out loader, without the prefix of held-out rows."""
     names = sources_of(held_out, f"evals.{name}")
     return tuple(one.removeprefix(f"eval.{name}.") for one in names)

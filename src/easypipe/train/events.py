@@ -129,9 +129,7 @@ def null_listener(event: TrainEvent) -> None:
 
 @runtime_checkable
 class StatefulListener(TrainListener, Protocol):
-    """The protocol of callbacks: a listener with a state that checkpoints keep. A Callback is
-    one.
-    """
+    """The protocol of callbacks: listeners with a state that checkpoints keep."""
 
     def state(self) -> Json: ...
     def restore(self, state: Json) -> None: ...
@@ -176,6 +174,4 @@ class Callback:
         return {}
 
     def restore(self, state: Json) -> None:
-        """Restores `state`; called before on_init if the checkpoint has a state of this
-        callback.
-        """
+        """Restores the `state` of a checkpoint; called before on_init."""

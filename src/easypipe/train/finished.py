@@ -110,9 +110,7 @@ def load_trained(
 
 
 def _tokenizer(saved: Json, run: Path) -> str | None:
-    """Returns the tokenizer of a run; one with new tokens that is gone with its cache is made
-    again.
-    """
+    """Returns the tokenizer of a run; makes it again if it has new tokens and is gone."""
     name = saved.get("tokenizer")
     found = name and found_beside(name, run)
     if found and not Path(found).exists() and (origin := saved.get("origin")) is not None:

@@ -117,9 +117,7 @@ def _known(path: Path) -> list[JsonObject]:
 
 
 def write_fingerprints(folder: Path, train: BatchLoader, evals: Mapping[str, BatchLoader]) -> None:
-    """Writes fingerprints.json: the digests of the data of each loader, null if its state has
-    none.
-    """
+    """Writes fingerprints.json: digests of each loader's data, null if its state has none."""
     of_evals = {name: fingerprint(loader) for name, loader in evals.items()}
     write_kept(folder / FINGERPRINTS, {"train": fingerprint(train), "eval": of_evals})
 
@@ -164,16 +162,15 @@ def read_changes(folder: Path) -> list[Json]:
 
 
 def fingerprint(loader: BatchLoader) -> dict[str, str] | None:
-    """Returns digests of sources, tokenizer, config and plan; None if the loader's state has
-    none.
-    """
+    """Returns digests of sources, tokenizer, config and plan; None if a loader has none."""
     state = loader.state()
     return dict(state.components) if isinstance(state, KnowingState) else None
 
 
 def from_anywhere(name: str) -> str:
-    """Returns a tokenizer or model name as a run records it: existing paths made absolute, else as
-    is.
+    """Returns a tokenizer or model name as a run records it.
+
+    An existing path is made absolute.
     """
     path = Path(os.path.expanduser(name))
     return str(path.absolute()) if path.exists() else name
@@ -210,9 +207,7 @@ def recorded_seed(output_dir: str | Path) -> int | None:
 
 
 def recorded_datasets(output_dir: str | Path) -> list[str]:
-    """The names of the datasets that the run in `output_dir` trains on; [] where no record names
-    them.
-    """
+    """Returns the names of the datasets of the run in `output_dir`; [] if none are recorded."""
     data = (_recorded(output_dir) or {}).get("data")
     datasets = data.get("datasets") if isinstance(data, dict) else None
     given = [one.get("name") for one in datasets or () if isinstance(one, dict)]
@@ -220,8 +215,9 @@ def recorded_datasets(output_dir: str | Path) -> list[str]:
 
 
 def recorded_steps(output_dir: str | Path) -> int | None:
-    """Returns the train.steps of the run in `output_dir`; None without a run or if its data
-    decides.
+    """Returns the train.steps of the run in `output_dir`.
+
+    It is None without a run, or if the data decides.
     """
     train = (_recorded(output_dir) or {}).get("train")
     steps = train.get("steps") if isinstance(train, dict) else None

@@ -152,8 +152,7 @@ def layout_of(
 
 @contextlib.contextmanager
 def on(mesh: Mesh, rules: Mapping[str, Axes] | None = None) -> Iterator[None]:
-    """Sets the mesh, and the meaning of the dimension labels, for code that builds or traces
-    models.
+    """Sets the mesh, and the rules of dimension labels, to build or trace models in.
 
     Args:
         mesh: The mesh that PartitionSpecs mean.
@@ -237,8 +236,9 @@ def init_state(
     optimizer: Optimizer,
     made_of: str | None = None,
 ) -> TrainState:
-    """Makes a new state, each array directly with its sharding: no device ever holds more than its
-    part.
+    """Makes a new state, each array directly with its sharding.
+
+    No device ever holds more than its part.
 
     Call it inside `on(mesh)`.
 
@@ -378,8 +378,7 @@ def _labels(variable: nnx.Variable) -> tuple[Axes, ...]:
 
 
 def _is_matrix(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter has at least two dimensions, not counting one along which layers are
-    stacked.
+    """Whether a parameter has two dimensions or more, without that of stacked layers.
 
     Scales and biases are told by name, for models without labels.
     """

@@ -40,8 +40,9 @@ def make_train_step(
     curvature_loss: LossFn | None = None,
     windows: Sequence[int | None] = (None,),
 ) -> TrainStep:
-    """Returns the compiled step `(state, batch) -> (state, metrics)`, which consumes (donates) the
-    state.
+    """Returns the compiled step `(state, batch) -> (state, metrics)`.
+
+    It consumes (donates) the state.
 
     The batch has [B, ...] arrays, B a multiple of accumulate_steps times the devices that share the
     rows. Micro-batch a holds the rows r with r % A == a, so that cutting moves no row between
@@ -115,8 +116,7 @@ def make_train_step(
 
 
 def _gradients(layout: ModelLayout, loss: AsSums, places: PyTree, *, micro: bool) -> Gradients:
-    """Returns a function that gives the gradients of the summed loss of a batch, sharded as
-    `places`.
+    """Returns a function that gives the gradients of the summed loss, sharded as `places`.
 
     The function returns (gradients, the sums of the loss, the updated untrained arrays).
 
@@ -146,8 +146,9 @@ def _gradients(layout: ModelLayout, loss: AsSums, places: PyTree, *, micro: bool
 
 
 def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
-    """Returns the compiled `(params, rest, batch) -> LossOutput` of sums, without dropout and the
-    like.
+    """Returns the compiled `(params, rest, batch) -> LossOutput` of sums.
+
+    Dropout and the like are off.
 
     Call it inside `state.on(mesh)`.
     """
@@ -174,9 +175,7 @@ def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax
 def _accumulate(
     gradients: Gradients, state: TrainState, batch: Mapping[str, jax.Array], pieces: int
 ) -> tuple[PyTree, LossOutput, PyTree]:
-    """Returns gradients and sums of the loss over all micro-batches, and the updated untrained
-    arrays.
-    """
+    """Returns gradients, sums of the loss, and untrained arrays after all micro-batches."""
     if pieces == 1:
         return gradients(state.params, state.rest, batch)
 

@@ -139,9 +139,7 @@ class _Run:
     """
 
     def __init__(self, trainer: Engine, stack: contextlib.ExitStack) -> None:
-        """Opens the run's files, locks and signal handlers on `stack`, and finds the state to start
-        from.
-        """
+        """Opens files, locks and signal handlers on `stack`, and finds the first state."""
         self.trainer, self.config, folder = trainer, trainer.config, trainer.output_dir
         if trainer.writes:
             stack.enter_context(locks.training(folder))
@@ -176,8 +174,7 @@ class _Run:
         )
 
     def finish(self) -> TrainResult:
-        """Runs to the last step, or to the earlier end that a callback asked for, and returns the
-        result.
+        """Runs to the last step, or to the end that a callback asks for; returns the result.
 
         Raises:
             TrainError: metrics.jsonl holds no step, because a callback stopped the run before the
@@ -258,9 +255,7 @@ class _Run:
                     unread = None
 
     def _next_batch(self, batches: Iterator[Json]) -> Batch:
-        """Returns the next batch on the mesh, with the columns of the reference model and of noise
-        added.
-        """
+        """Returns the next batch on the mesh, with reference and noise columns added."""
         trainer = self.trainer
         batch = self.meter.next_batch(batches)
         if batch is None:
@@ -419,8 +414,7 @@ class _Run:
         raise damaged[steps[-1]]  # only its owner may decide to start anew
 
     def _restore(self, step: int) -> states.TrainState:
-        """Returns the state after `step`, and restores loader, spike guard and callbacks to that
-        step.
+        """Restores the state after `step`, and loader, spike guard and callbacks.
 
         Raises:
             StateError: The run differs from the checkpoint in something that `resume_changes` does
@@ -475,9 +469,7 @@ class _Run:
         return state
 
     def _restore_loader(self, saved: Json, at: Path, changed: Sequence[str]) -> None:
-        """Restores the loader from the checkpoint, where the data components in `changed` may
-        differ.
-        """
+        """Restores the loader; its data components in `changed` may differ."""
         train = self.trainer.train
         allowed: Arguments = {"allow_changed": changed} if changed else {}
         try:

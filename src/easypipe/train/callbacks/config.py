@@ -33,8 +33,10 @@ class EarlyStoppingConfig:
 
 @config
 class BestConfig:
-    """Saves the step of an evaluation that is among the `keep` best so far, and keeps it beside
-    those that `checkpoint.keep` keeps. best.json in the output folder lists them, the best first.
+    """Keeps the checkpoints of the evaluations that are among the `keep` best so far.
+
+    They are kept beside those that `checkpoint.keep` keeps. best.json in the output folder lists
+    them, the best first.
     """
 
     metric: str  # a metric of held-out data, as eval.held_out.loss
@@ -47,8 +49,9 @@ class BestConfig:
 
 @config
 class TensorBoardConfig:
-    """Writes every number of metrics.jsonl as a scalar, `train/loss`, `eval/held_out/loss` and so
-    on. Needs the extra [tensorboard].
+    """Writes every number of metrics.jsonl as a scalar. Needs the extra [tensorboard].
+
+    Scalars are named `train/loss`, `eval/held_out/loss` and so on.
     """
 
     # the folder of the event files; None: tensorboard/ in the output folder
@@ -78,8 +81,9 @@ class WandbConfig:
 
 @config
 class TrackioConfig:
-    """Sends every number of metrics.jsonl, and the resolved configuration, to trackio, in its
-    folder on this machine (TRACKIO_DIR), which `trackio show` displays.
+    """Sends every number of metrics.jsonl, and the resolved configuration, to trackio.
+
+    The runs are in trackio's folder on this machine (TRACKIO_DIR), which `trackio show` displays.
 
     Needs the extra [trackio].
     """
@@ -127,9 +131,10 @@ class ProfileConfig:
 
 @config
 class HeartbeatConfig:
-    """Each process renews heartbeat-<process>.json in the output folder as its training goes on:
-    step, steps, status (running, ended, stopped by a signal, failed), time (UNIX seconds), host and
-    pid. A run that hangs renews nothing: it is the training thread that writes.
+    """Each process renews heartbeat-<process>.json in the output folder as its training goes on.
+
+    The file has step, steps, status (running, ended, stopped by a signal, failed), time (UNIX
+    seconds), host and pid. A run that hangs renews nothing: it is the training thread that writes.
     """
 
     every_s: float = 10.0  # least seconds between two renewals
@@ -165,8 +170,9 @@ class LmEvalConfig:
 
 @config
 class SamplesConfig:
-    """Texts by the model while it is trained: what it writes behind `prompts`, and how it answers
-    conversations by the chat template of the run.
+    """Texts by the model while it is trained: continued `prompts`, and answers to conversations.
+
+    Conversations are answered by the chat template of the run.
 
     They are drawn every `every` steps and after the last one, on one host, and written to
     samples.jsonl in the output folder, which `easypipe report` shows.

@@ -1,6 +1,4 @@
-"""Callbacks that a config names: early stopping, best checkpoints, TensorBoard, profile, samples,
-...
-"""
+"""Callbacks that a config names: early stopping, best checkpoints, TensorBoard, samples, ..."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ class Known:
     seen: Callable[[], Seen] | None = None
 
     def of(self, metric: str) -> str | None:
-        """Returns the held-out loader that a metric belongs to; None for a metric of the training
-        steps.
-        """
+        """Returns the held-out loader of a metric; None for a metric of the training steps."""
         return next((name for name in self.evals if metric.startswith(f"eval.{name}.")), None)
 
     def check(self, config: CallbacksConfig) -> None:
@@ -244,8 +240,9 @@ class BestCheckpoints(Callback):
         self._list()
 
     def _list(self) -> None:
-        """Writes best.json with the best checkpoints that exist, for readers during the run or
-        after a kill.
+        """Writes best.json with the best checkpoints that exist.
+
+        It is read during the run, or after a kill.
         """
         there = [one for one in self._ranked if self._is_whole(one)]
         newest = max((step for step, _ in there), default=0)
@@ -561,8 +558,9 @@ def make_callbacks(
     run_config: Json,
     process: int,
 ) -> dict[str, Callback]:
-    """Makes the named callbacks of this process; those that only write are made in the first
-    process.
+    """Makes the named callbacks of this process.
+
+    Those that only write are made in the first process. No file is touched.
 
     It touches no file.
 

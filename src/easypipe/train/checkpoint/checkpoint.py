@@ -57,9 +57,7 @@ class DamagedCheckpoint(StateError):
 
 
 class _Saving(NamedTuple):
-    """A save in progress: its step, the future of its commit, and the event that its arrays are
-    copied.
-    """
+    """A save in progress: its step, the future of its commit, the event of its copied arrays."""
 
     step: int
     committed: Future[None]
@@ -146,8 +144,9 @@ class Checkpoints(Closeable):
         self._saving = _Saving(step, committed, copied)
 
     def expect(self, like: Mapping[str, PyTree]) -> None:
-        """Announces the arrays, or abstract ones, that will be saved, so that memory for a copy is
-        ready.
+        """Announces the arrays, or abstract ones, that will be saved.
+
+        Memory for a copy of them is then ready at the first save.
         """
         if not self._several:
             self._writer.submit(self._snapshots.expect, like)
@@ -183,8 +182,7 @@ class Checkpoints(Closeable):
             return ocp.save_checkpointables_async(target, parts, overwrite=True)
 
     def _finish(self, step: int, written: ocp.AsyncResponse[None], keeping: frozenset[int]) -> None:
-        """Commits a checkpoint once Orbax has written it, and deletes those that are no longer
-        kept.
+        """Commits a checkpoint once Orbax has written it, and deletes old ones.
 
         Args:
             step: The step of the checkpoint.
@@ -342,8 +340,9 @@ class Checkpoints(Closeable):
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the first line of the root cause of an error, which Orbax wraps in pages about
-    handlers.
+    """Returns the first line of the root cause of an error.
+
+    Orbax wraps it in pages about its handlers.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -366,8 +365,9 @@ class Snapshots:
         self._room: bool | None = None
 
     def expect(self, like: Arrays | Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """On a CPU, allocates the memory for arrays like these, which may be abstract; else does
-        nothing.
+        """Allocates the memory for arrays like these, which may be abstract, on a CPU.
+
+        It does nothing on other devices.
         """
         places = {name: leaf.sharding for name, leaf in like.items()}
         if _on_cpu(places):
@@ -378,9 +378,7 @@ class Snapshots:
             self._kept = jax.block_until_ready(born())
 
     def take(self, arrays: Arrays) -> Arrays | None:
-        """Returns copies of the arrays with the same shardings; None if the devices have no room
-        for them.
-        """
+        """Returns copies of the arrays with the same shardings; None if there is no memory."""
         places = {name: array.sharding for name, array in arrays.items()}
         if self._room is None:  # asked once: later peaks include a copy
             devices = {one for place in places.values() for one in place.addressable_devices}

@@ -16,8 +16,7 @@ def differences(
     at: str = "",
     words: str = "{here} here, {saved} in the checkpoint",
 ) -> dict[str, str]:
-    """Returns key path → difference in words, for every value that two nested mappings do not
-    share.
+    """Returns key path → difference in words, for every value that differs.
 
     Lists of mappings (datasets, groups) are compared entry by entry: `datasets.1.name`, as in
     `--set`.
@@ -44,9 +43,7 @@ def differences(
 
 
 def key_paths(values: JsonValue, at: str = "") -> Iterator[str]:
-    """Yields every path that `differences` can report for `values`, sections before their
-    contents.
-    """
+    """Yields every path that `differences` can report, sections before their contents."""
     for key, value in (_sections(values) or {}).items():
         yield _path(at, key)
         yield from key_paths(value, _path(at, key))

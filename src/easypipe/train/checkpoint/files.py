@@ -1,5 +1,4 @@
-"""The files of a checkpoint: synced and checksummed before the folder gets its name, checked when
-read.
+"""The files of a checkpoint: synced and checksummed before it is named, checked when read.
 
 A checkpoint is the folder `<step>`. It is written as `<step>.tmp` (by Orbax as
 `<step>.tmp.orbax-checkpoint-tmp` first); `commit` renames it once all of it is on the disk. A
@@ -39,16 +38,12 @@ def committed(folder: Path) -> list[int]:
 
 
 def writing(folder: Path, step: int) -> Path:
-    """Returns the folder in which the checkpoint of `step` is written, and which `commit`
-    renames.
-    """
+    """Returns the folder in which a checkpoint is written, and which `commit` renames."""
     return folder / f"{step}{_WRITING}"
 
 
 def commit(folder: Path, step: int) -> None:
-    """Makes the folder `writing(folder, step)` the checkpoint of `step`; replaces an existing
-    one.
-    """
+    """Makes `writing(folder, step)` the checkpoint of `step`; replaces an existing one."""
     made, target = writing(folder, step), folder / str(step)
     files = sorted(path for path in made.rglob("*") if path.is_file())
     commit_checked(

@@ -144,8 +144,9 @@ class CheckpointManager(Closeable):
         scheduler: Any = None,
         loader: BatchLoader | None = None,
     ) -> JsonObject:
-        """Returns what `save` was given: model, optimizer, scheduler, epoch, metrics, custom_state,
-        loader.
+        """Returns what `save` was given, by name.
+
+        The names are model, optimizer, scheduler, epoch, metrics, custom_state and loader.
 
         `loader` is its saved state. A part that is not given here comes back as nested dicts of
         arrays.
@@ -199,8 +200,9 @@ class CheckpointManager(Closeable):
         return None if step is None else self._path(step)
 
     def best(self) -> Path | None:
-        """Returns the checkpoint with the best `best_metric`, the earlier one of equals; None
-        without any.
+        """Returns the checkpoint with the best `best_metric`; None if there is none.
+
+        Of equal ones it is the earlier.
 
         Raises:
             ConfigError: No best_metric was named.

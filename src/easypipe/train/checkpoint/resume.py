@@ -1,6 +1,4 @@
-"""Compares a run with the checkpoint it resumes from: what must be the same, and what may
-differ.
-"""
+"""Compares a run with the checkpoint it resumes from: what must match, and what may differ."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ def identity_of(
 
 
 def saved_loader_state(loader: BatchLoader) -> Json:
-    """Returns the loader's state for a checkpoint: as text if it can write itself, else as plain
-    JSON.
-    """
+    """Returns the loader's state for a checkpoint: as text if it has `to_json`, else as it is."""
     state = loader.state()
     return {"text": state.to_json()} if isinstance(state, JsonState) else {"value": state}
 

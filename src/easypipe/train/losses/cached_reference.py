@@ -118,9 +118,7 @@ class CachedReference(Reference):
 
 
 def _placed(loader: BatchLoader, mesh: Mesh) -> Iterator[Arrays]:
-    """Yields the batches of a loader on the mesh, padded to a number of rows that the mesh
-    divides.
-    """
+    """Yields the batches of a loader on the mesh, padded to rows that the mesh divides."""
     shards = batch_shards(mesh)
     rows = -(-loader.batch_size // shards) * shards
     for batch in loader:
@@ -165,8 +163,9 @@ def _look_up(table: Arrays, keys: Array) -> tuple[Float[Array, "B S"], Bool[Arra
 
 
 def _table(found: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns each answer once, ordered by its key, from keys, answer starts and sums of
-    batches.
+    """Returns a table of each answer's sum, ordered by the answer's key.
+
+    It is made of the keys, answer starts and sums of batches.
     """
     keys, sums = (
         np.concatenate([one[part][one[1]] for one in found])  # of each answer's first slot

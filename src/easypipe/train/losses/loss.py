@@ -103,9 +103,7 @@ class LanguageModel(Protocol):
 
 
 def hidden_of(model: LanguageModel, batch: Batch) -> Float[Array, "B S D"]:
-    """Returns the hidden states of a batch, with noise on the embeddings if the batch has noise
-    columns.
-    """
+    """Returns the hidden states of a batch, with noise if the batch has noise columns."""
     taken = batch["input_ids"], batch.get("segment_ids"), batch.get("position_ids")
     noise = noise_of(batch)
     if noise is None:
@@ -129,8 +127,9 @@ def hidden_and_head(model: LanguageModel, batch: Batch) -> tuple[tuple[Array, ..
 
 
 class AsSums:
-    """Turns a user's loss into one that gives sums, which micro-batches, processes and evaluations
-    add.
+    """Turns a user's loss into one that gives sums.
+
+    Micro-batches, processes and the batches of an evaluation add them up.
 
     Args:
         loss: A function of (module, batch), called while it is traced. It returns one of three: a
@@ -278,9 +277,7 @@ def loss_sums(
 
 
 def target_weights(batch: Batch) -> tuple[Array | None, Array | None]:
-    """Returns (the weight of every label, their sum over the targets), or Nones if each counts
-    once.
-    """
+    """Returns (the weight of every label, their sum); Nones if each counts once."""
     if LOSS_WEIGHTS not in batch:
         return None, None
     weights = jnp.where(batch["labels"] != IGNORE, batch[LOSS_WEIGHTS], 0).astype(jnp.float32)
@@ -439,8 +436,9 @@ def _sums(
 
 
 def call_names(model: object) -> list[str]:
-    """Returns the parameter names of a model's call; for a bridged Linen module, those of that
-    module.
+    """Returns the parameter names of a model's call.
+
+    For a bridged Linen module they are those of that module.
     """
     return list(inspect.signature(_own_type(model).__call__).parameters)
 

@@ -155,8 +155,10 @@ def _sigmoid_norm(pairs: Pairs, config: PreferenceConfig) -> Array:
 
 
 def _orpo(pairs: Pairs, config: PreferenceConfig) -> Array:
-    """Hong et al., 2024, equations 4 to 7: the chosen answer's own loss, a mean over its tokens,
-    plus β
+    """Hong et al., 2024, equations 4 to 7.
+
+    It is the chosen answer's own loss, a mean over its tokens, plus β times the loss of the odds
+    ratio.
 
     times the loss of the odds ratio.
     """
@@ -173,9 +175,7 @@ def _simpo(pairs: Pairs, config: PreferenceConfig) -> Array:
 
 
 def _reward(pairs: Pairs, config: PreferenceConfig) -> Array:
-    """Bradley and Terry, 1952, as Ouyang et al., 2022, equation 1, with scores in place of
-    ratios.
-    """
+    """Bradley and Terry, 1952, as Ouyang et al., 2022, equation 1, of scores instead of ratios."""
     return -log_sigmoid(pairs.delta)
 
 
@@ -275,9 +275,7 @@ class Reference:
         self._elsewhere = elsewhere and (jax.jit(elsewhere), jax.jit(jax.vmap(elsewhere)))
 
     def keep(self, params: Arrays) -> None:
-        """Copies the trained parameters of the state before the first step, which that step would
-        consume.
-        """
+        """Copies the trained parameters of the first state, which a step would consume."""
         self._params = jax.tree.map(jnp.copy, dict(params))
 
     def added(self, rest: Arrays, batch: Arrays) -> dict[str, Array]:

@@ -82,9 +82,7 @@ class MetricsFile(Closeable):
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
 
     def append(self, record: Record) -> None:
-        """Appends one line and flushes it to the operating system, so that it survives a kill of
-        this process.
-        """
+        """Appends one line, and flushes it so that it survives a kill of this process."""
         self.last = record
         self.first = self.first or record
         if self._file is None:
@@ -101,8 +99,9 @@ class MetricsFile(Closeable):
         return None if self._file is None else self._lines.hexdigest()
 
     def sync(self) -> None:
-        """Returns once the lines are on the disk, before a checkpoint that counts on them is
-        committed.
+        """Returns once the lines are on the disk.
+
+        A checkpoint that counts on them is committed only then.
         """
         if self._file is not None:
             os.fsync(self._file.fileno())

@@ -1,6 +1,4 @@
-"""Reads the measurements of steps, one step behind, so that the device never waits for the
-reading.
-"""
+"""Reads the measurements of steps one step behind, so that the device never waits for it."""
 
 from __future__ import annotations
 
@@ -63,8 +61,9 @@ class Meter:
         return batch
 
     def push(self, metrics: Metrics) -> None:
-        """Starts to copy the metrics of the step that was just dispatched; those before must have
-        been read.
+        """Starts to copy the metrics of the step that was just dispatched.
+
+        Those of earlier steps must have been read.
         """
         for value in metrics.values():
             value.copy_to_host_async()
@@ -138,8 +137,9 @@ class Meter:
         return rates | {"peak_memory": peak_memory(self._devices)}
 
     def restart(self) -> None:
-        """Starts the rates anew, because the time since the last step (an evaluation) was not
-        training.
+        """Starts the rates anew.
+
+        The time since the last step, that of an evaluation, was not training.
         """
         self._marks.clear()
         self._mark()

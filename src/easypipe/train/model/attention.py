@@ -64,8 +64,9 @@ def attend(
     scores: Scores | None = None,
     backend: AttentionBackend | None = None,
 ) -> Float[Array, "B S H h"]:
-    """Returns each query's mean of the values it may see, weighted by
-    softmax(cap(query·key·scale)).
+    """Returns each query's mean of the values it may see, weighted by its attention.
+
+    The weights are softmax(cap(query·key·scale)).
 
     Scores are float32. A slot sees the slots of its own segment that are not after it, itself
     included. Segments are contiguous; padding (id 0) sees padding.
@@ -122,8 +123,9 @@ class KVCache(NamedTuple):
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, slots: int) -> KVCache:
-        """Returns a cache of zeros: 2·L·B·C·K·h numbers of `config.dtype`, rows and heads divided
-        over the mesh.
+        """Returns a cache of zeros, with rows and heads divided over the mesh.
+
+        It has 2·L·B·C·K·h numbers of `config.dtype`.
         """
         shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_width)
         zeros = jnp.zeros(shape, config.dtype)
@@ -137,9 +139,7 @@ class KVCache(NamedTuple):
         key_BTKh: Float[Array, "B T K h"],
         value_BTKh: Float[Array, "B T K h"],
     ) -> KVCache:
-        """Returns the cache with the keys and values of tokens at `position_ids` written in one
-        layer.
-        """
+        """Returns the cache with the keys and values of some tokens written in one layer."""
         at = (layer, jnp.arange(position_ids.shape[0])[:, None], position_ids)
         return KVCache(self.keys.at[at].set(key_BTKh), self.values.at[at].set(value_BTKh))
 
@@ -216,8 +216,9 @@ def _warn_once(message: str) -> None:
 
 
 def head_axes() -> tuple[str, ...]:
-    """Returns the mesh axes over which heads are divided: those of the rules that divide no rows or
-    slots.
+    """Returns the mesh axes over which heads are divided.
+
+    They are those of the rules that divide neither rows nor slots.
     """
     return tuple(
         axis for axis in axes_of(rules()["heads"]) if axis not in (*BATCH_AXES, "sequence")

@@ -307,7 +307,5 @@ class LoraConfig:
 
 
 def _only_given(value: object, option: str, *others: str) -> bool:
-    """Whether this option was given and none of the others that it contradicts: then it is to
-    blame.
-    """
+    """Whether this option was given and none of `others`, so that it is the one to blame."""
     return was_given(value, option) and not any(was_given(value, other) for other in others)

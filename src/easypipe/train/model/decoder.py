@@ -137,9 +137,7 @@ def linear(
 
 
 def norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm | OnePlusNorm:
-    """Returns a norm over the last dimension, `width` long, with the scale that `config.norm_scale`
-    names.
-    """
+    """Returns a norm over the last dimension, with the scale that `config.norm_scale` names."""
     if config.norm_scale == "one_plus":
         return OnePlusNorm(config, width, rngs)
     return nnx.RMSNorm(
@@ -207,9 +205,7 @@ def slowed(frequency: Float[Array, " h/2"], scaling: RopeScaling | None) -> Floa
 
 
 def rotate(x_BSHh: Float[Array, "B S H h"], turns: Turns) -> Float[Array, "B S H h"]:
-    """Rotates the pairs (i, i + h/2) of each head, as in the published Llama weights, in
-    float32.
-    """
+    """Rotates the pairs (i, i + h/2) of each head, in float32, as in Llama's weights."""
     cosine, sine = turns
     first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate(
@@ -251,9 +247,7 @@ class AddedTokens(nnx.Module):
         return jax.lax.dynamic_update_slice(table, rows, (self.start, 0))
 
     def in_head(self, head: Array) -> Array:
-        """Returns the head, [D, V], or the table that is also the head, with new tokens
-        replaced.
-        """
+        """Returns the head, [D, V], or the table if that is the head, with new tokens."""
         if self.lm_head is None:
             return self.in_table(head)
         columns = self.lm_head[...].astype(head.dtype)
@@ -332,8 +326,9 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def add_score(self, seed: int) -> None:
-        """Makes the decoder a reward model: adds a head of one number, which is trained with
-        adapters too.
+        """Makes the decoder a reward model.
+
+        It adds a head of one number, which is trained with adapters too.
         """
         key = jax.random.key(fold(seed, "score") % 2**32)
         first = 0.02 * jax.random.normal(key, (self.config.hidden_size, 1), jnp.float32)
@@ -389,8 +384,7 @@ class Decoder(nnx.Module):
     def extend(
         self, input_ids: Int[Array, "B T"], position_ids: Int[Array, "B T"], cache: KVCache
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Returns `hidden` of tokens that follow those in `cache`, and the cache with their keys
-        and values.
+        """Returns `hidden` of tokens that follow those in `cache`, and the extended cache.
 
         Args:
             input_ids: The tokens.
@@ -443,8 +437,7 @@ class Decoder(nnx.Module):
     def _kinds(
         self, position_ids: Int[Array, "B S"]
     ) -> tuple[Bool[Array, " L"] | None, Callable[[Array | None], tuple[Array | bool, Turns]]]:
-        """Returns which layers have the window, and a function that gives the arguments of such a
-        layer.
+        """Returns which layers have the window, and a function of the arguments of a layer.
 
         The first is None if all layers are alike. The function takes one entry of it, and returns
         whether the layer has the window, and its rotation.
@@ -482,8 +475,9 @@ class Decoder(nnx.Module):
 
     @property
     def lm_head_layout(self) -> Layout:
-        """The dimensions of `lm_head`. A table that is also the head is not transposed, which would
-        copy it.
+        """The order of the dimensions of `lm_head`.
+
+        A table that is also the head is not transposed, which would copy it.
         """
         return "vd" if self.config.tie_embeddings else "dv"
 
@@ -496,8 +490,7 @@ _PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
 
 
 def check_mesh(config: ModelConfig) -> None:
-    """Checks that each sharded dimension of the parameters divides over its axes of the current
-    mesh.
+    """Checks that sharded dimensions of the parameters divide over their mesh axes.
 
     Raises:
         ConfigError: One does not.

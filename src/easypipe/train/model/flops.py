@@ -25,8 +25,9 @@ from easypipe.train.model.decoder import ModelConfig
 
 
 def matmul_params(config: ModelConfig) -> int:
-    """Returns the number of parameters in matrix products: layers and head, no norms, no embedding
-    lookup.
+    """Returns the number of parameters in matrix products: those of layers and head.
+
+    Norms and the embedding lookup have none.
     """
     heads = 2 * config.num_heads * config.head_width + 2 * config.num_kv_heads * config.head_width
     layer = config.hidden_size * (heads + 3 * config.intermediate_size)

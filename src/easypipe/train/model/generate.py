@@ -117,8 +117,7 @@ def generate(
 def _stopped(
     row: Sequence[int], fresh: int, stops: Sequence[str], tokenizer: Decodes | None
 ) -> int | None:
-    """Returns the number of tokens of `row` up to the end of the first stop string; None without
-    one.
+    """Returns the length of `row` up to the end of the first stop string; None without one.
 
     No stop string ended before the last `fresh` tokens.
     """
@@ -132,8 +131,9 @@ def _stopped(
 
 
 def cache_bytes(config: ModelConfig, rows: int, tokens: int) -> int:
-    """Returns the bytes of the cache for `rows` of so many tokens each, prompts and new ones
-    together.
+    """Returns the bytes of the cache for `rows` of so many tokens each.
+
+    The tokens are those of the prompts and the new ones.
     """
     cache = jax.eval_shape(functools.partial(KVCache.empty, config, rows, _slots(tokens)))
     return sum(array.size * array.dtype.itemsize for array in cache)
@@ -230,9 +230,7 @@ class Drawn(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The state of the rows between two calls: what was read, and each row's token that is read
-    next.
-    """
+    """The state of the rows between two calls: what was read, and the tokens to read next."""
 
     cache: KVCache
     last: Array  # Int32[B]
@@ -248,8 +246,7 @@ def _written(
     max_new_tokens: int,
     top_k: int | None,
 ) -> Iterator[NDArray[np.int32]]:
-    """Yields the new tokens of all rows, Int32[B, at most STEPS] at a time, until all rows have
-    ended.
+    """Yields the new tokens of all rows, Int32[B, at most STEPS], until all have ended.
 
     After its end a row goes on with tokens that mean nothing.
     """
@@ -371,8 +368,9 @@ def _choice(
 
 
 def _nucleus(logits: Array, top_p: Array) -> Array:
-    """Masks the logits, [B, V], of tokens whose likelier ones already have a probability of
-    `top_p`.
+    """Masks the logits, [B, V], of tokens outside the nucleus.
+
+    These are tokens whose likelier ones already have a probability of `top_p`.
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     odds = jax.nn.softmax(ordered, axis=-1)

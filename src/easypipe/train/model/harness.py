@@ -112,9 +112,7 @@ class HarnessModel:
     def loglikelihood_rolling(
         self, requests: Sequence[Request], disable_tqdm: bool = False
     ) -> list[float]:
-        """Returns the log-likelihood of each text, which is split into windows if it is longer than
-        one.
-        """
+        """Returns the log-likelihood of each text, in windows if it is longer than one."""
         windows = [list(self._windows(self._encoded(*request.args))) for request in requests]
         scores = iter(self._scored([*itertools.chain(*windows)]))
         return [math.fsum(next(scores).log_prob for _ in own) for own in windows]
@@ -137,8 +135,9 @@ class HarnessModel:
     def apply_chat_template(
         self, chat_history: list[Json], add_generation_prompt: bool = True
     ) -> str:
-        """Returns a conversation as text that opens an answer, or that ends with the last
-        message.
+        """Returns a conversation as text.
+
+        It opens an answer, or ends with the last message.
         """
         rows = [{"messages": chat_history, "tools": None}]
         if add_generation_prompt:
@@ -164,8 +163,9 @@ class HarnessModel:
         return template
 
     def _encoded(self, text: str) -> list[int]:
-        """Returns the tokens of a text, with those that the tokenizer adds unless the text begins
-        with them.
+        """Returns the tokens of a text, with those that the tokenizer adds.
+
+        They are not added to a text that already begins with them.
         """
         if text.startswith(self.asked.tokenizer.decode([self.prefix])):
             return self._bare(text)
@@ -176,8 +176,9 @@ class HarnessModel:
         return next(iter(self.asked.tokenizer.encode_with_characters([text])))[0]
 
     def _pair(self, text: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Returns the tokens of text and continuation; spaces at the end of the text count to the
-        latter.
+        """Returns the tokens of a text and of its continuation.
+
+        Spaces at the end of the text count to the continuation.
         """
         if text == "":
             ids = self._bare(continuation)
@@ -188,9 +189,7 @@ class HarnessModel:
         return before, self._encoded(text + continuation)[len(before) :]
 
     def _windows(self, ids: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yields (context, scored tokens), each token scored once, after as much context as
-        fits.
-        """
+        """Yields (context, scored tokens), each token once, with as much context as fits."""
         length = self.asked.max_length
         if ids:
             yield [self.prefix], ids[:length]

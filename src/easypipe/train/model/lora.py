@@ -166,8 +166,9 @@ def adapters(module: nnx.Module) -> dict[str, LoraLinear]:
 
 
 def fingerprint(arrays: Mapping[str, Array]) -> dict[str, int]:
-    """Returns a number for the bits of every array, by which adapters know the weights they belong
-    to.
+    """Returns a number for the bits of every array.
+
+    Adapters know by it the weights they belong to.
 
     It is the same on every mesh.
     """

@@ -52,9 +52,7 @@ class Writer:
         self._begin = [next((one for one in (begin, own) if one is not None), 0)]
 
     def written(self, prompts: Sequence[str], *, whole: bool) -> list[str]:
-        """Returns what the model writes after each prompt; `whole` puts the prompt in front of
-        it.
-        """
+        """Returns what the model writes after each prompt, with the prompt if `whole`."""
         assert self.decoder is not None
         ids = [self._tokenizer.reference_encode(prompt) or self._begin for prompt in prompts]
         lines = generate(
@@ -108,8 +106,9 @@ class Writer:
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        """The chat template; reading it also adds the tokens that end its turns to those that end a
-        text.
+        """The chat template.
+
+        Reading it also adds the tokens that end its turns to those that end a text.
         """
         template = load_chat_template(
             self._tokenizer, chat_template=self._given, train_on="assistant", date=None

@@ -141,8 +141,9 @@ class Optimizer:
         return cast("tuple[Arrays, optax.OptState]", whole.update(updates, state, params, **extra))
 
     def eval_params(self, state: optax.OptState, params: Arrays) -> Arrays:
-        """Returns the parameters to evaluate and export: an average (schedule_free, ema_decay), or
-        `params`.
+        """Returns the parameters to evaluate and export.
+
+        They are an average (schedule_free, ema_decay), or `params`.
         """
         if self.average is None:
             return params
@@ -250,9 +251,7 @@ def _groups(
 def _by_name(
     change: Callable[[str, jax.Array, jax.Array], jax.Array], changes: Callable[[str], bool]
 ) -> optax.GradientTransformation:
-    """Applies `change(name, update, parameter)` to the updates of parameters for which `changes` is
-    true.
-    """
+    """Applies `change(name, update, parameter)` to the updates that `changes` selects."""
 
     def apply(updates: Arrays, params: Arrays) -> Arrays:
         return {
@@ -264,8 +263,9 @@ def _by_name(
 
 
 def _sophia(n: Numbers, roles: Roles) -> optax.GradientTransformation:
-    """Sophia-H: the curvature's diagonal by Hutchinson's estimator (Liu et al., 2023, algorithm
-    1).
+    """Sophia-H (Liu et al., 2023, algorithm 1).
+
+    It estimates the curvature's diagonal by Hutchinson's method.
     """
     sophia = contrib.sophia(
         1.0,
@@ -334,8 +334,9 @@ class AverageState(NamedTuple):
 
 
 def running_average(decay: float) -> optax.GradientTransformation:
-    """Returns a transformation that averages the updated parameters and passes the updates on
-    unchanged.
+    """Returns a transformation that averages the updated parameters.
+
+    It passes the updates on unchanged.
 
     The average keeps less of the first steps, so that the initial parameters do not last in it.
     """
@@ -457,8 +458,9 @@ class AdanState(NamedTuple):
 
 
 def scale_by_adan(*, b1: float, b2: float, b3: float, eps: float) -> optax.GradientTransformation:
-    """Adan: `(m + b2 v) / (sqrt(n) + eps)`, each average divided by its bias; the first difference
-    is 0.
+    """Adan: `(m + b2 v) / (sqrt(n) + eps)`, each average divided by its bias.
+
+    The first difference is 0.
     """
 
     def init(params: optax.Params) -> AdanState:

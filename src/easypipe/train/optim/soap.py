@@ -19,8 +19,9 @@ Arrays = dict[str, jax.Array]
 
 
 class SoapState(NamedTuple):
-    """The state of SOAP by parameter name. `left` and `right` hold only the preconditioned
-    sides.
+    """The state of SOAP by parameter name.
+
+    `left` and `right` hold only the preconditioned sides.
     """
 
     steps: jax.Array  # Int32[], steps seen
@@ -110,9 +111,7 @@ def _measured(
 def _turned(
     left: Arrays, right: Arrays, left_basis: Arrays, right_basis: Arrays, nu: Arrays
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """Returns the bases after one more power iteration, and the second moments reordered with
-    them.
-    """
+    """Returns the bases after one more power iteration, and reordered second moments."""
     lefts, rights, moments = {}, {}, dict(nu)
     for name, a in left.items():
         lefts[name], order = _power_step(a, left_basis[name])

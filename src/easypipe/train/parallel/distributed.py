@@ -132,9 +132,7 @@ def _together() -> bool:
 
 @functools.cache  # once in a process
 def _listen() -> None:
-    """Installs the hook of uncaught errors, and starts the thread that watches for failures
-    elsewhere.
-    """
+    """Installs the hook of uncaught errors, and starts to watch for failures elsewhere."""
     told = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -190,8 +188,7 @@ def is_first() -> bool:
 
 
 def shared_seed() -> int | None:
-    """Draws a seed that is the same in every process of a run of several; returns None in a run of
-    one.
+    """Draws a seed that is the same in every process; returns None in a run of one process.
 
     Every process calls it in the same place.
     """
@@ -228,8 +225,7 @@ class Largest:
 
 
 def _described(config: DistributedConfig, variables: Mapping[str, str]) -> dict[str, str | int]:
-    """Returns what config and environment say, by the parameter names of
-    `jax.distributed.initialize`.
+    """Returns what config and environment say, by the names of `jax.distributed.initialize`.
 
     Raises:
         ConfigError: A variable is not a number, or a value is out of range.
@@ -255,8 +251,7 @@ def _described(config: DistributedConfig, variables: Mapping[str, str]) -> dict[
 
 
 def _scheduler(variables: Mapping[str, str]) -> str | None:
-    """Returns the name of the scheduler that started several processes of this run; None if none
-    did.
+    """Returns the name of the scheduler that started several processes; None if none did.
 
     Raises:
         ConfigError: jax lacks the package to ask it.

@@ -267,8 +267,9 @@ _rules: contextvars.ContextVar[Mapping[str, Axes]] = contextvars.ContextVar(
 
 
 def rules() -> Mapping[str, Axes]:
-    """Returns the mesh axes of each meaning of a dimension, as set by the innermost `under`; else
-    RULES.
+    """Returns the mesh axes of each meaning of a dimension.
+
+    The innermost `under` sets them; the default is RULES.
     """
     return _rules.get()
 
@@ -300,15 +301,17 @@ def partitioned(init: Callable[..., Array], *axes: str | None) -> Callable[..., 
 
 
 def vocab_axes() -> tuple[str, ...]:
-    """Returns the axes over which logits are divided: those of the vocabulary that do not divide
-    rows.
+    """Returns the axes over which logits are divided.
+
+    They are those of the vocabulary that do not divide rows.
     """
     return tuple(axis for axis in axes_of(rules()["vocab"]) if axis not in BATCH_AXES)
 
 
 def constrain(array: Array, *axes: str | Sequence[str] | None) -> Array:
-    """Constrains `array` to a sharding over `axes`, one entry per dimension; does nothing without a
-    mesh.
+    """Constrains `array` to a sharding over `axes`, one entry per dimension.
+
+    It does nothing without a mesh.
 
     A dimension that its axes do not divide stays whole: this is for activations, whose batch may be
     small (sampling, evaluation); training batches are checked where they are placed.
@@ -321,9 +324,7 @@ def constrain(array: Array, *axes: str | Sequence[str] | None) -> Array:
 
 
 def fitting(size: int, axes: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns `axes` of the current mesh if together they divide a dimension of `size`; else
-    None.
-    """
+    """Returns `axes` of the current mesh if they divide a dimension of `size`; else None."""
     shape = jax.sharding.get_abstract_mesh().shape
     names = (axes,) if isinstance(axes, str) else tuple(axes or ())
     return names if names and size % math.prod(shape[name] for name in names) == 0 else None

@@ -433,8 +433,9 @@ def _memory(
 
 
 def _wanted(refusal: str, held: int) -> int:
-    """Returns the bytes of HBM that a program wanted, from one of the two sentences of XLA's
-    refusal.
+    """Returns the bytes of HBM that a program wanted, by XLA's refusal.
+
+    The refusal has one of two sentences.
 
     Without such a sentence it returns `held`, which the program wanted at least.
     """

@@ -89,9 +89,7 @@ def arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def result(line: str) -> tuple[str, int, str] | None:
-    """Returns (kind, bytes of the result, its type) of the collective in a line of HLO; None
-    without one.
-    """
+    """Returns (kind, bytes of the result, its type) of a collective in a line of HLO, or None."""
     match = _COLLECTIVE.search(line)
     if not match:
         return None
@@ -109,8 +107,9 @@ def result(line: str) -> tuple[str, int, str] | None:
 
 
 def _kept(kind: str, size: int, of: str, lines: list[str]) -> tuple[str, int, str]:
-    """Returns `result` for an all-reduce in a fused reduce-scatter, whose `lines` end in the kept
-    slice.
+    """Returns `result` for an all-reduce in a fused reduce-scatter.
+
+    Its `lines` end in the slice that is kept.
     """
     root = next((match[1] for line in lines if (match := _ROOT.match(line))), None)
     if kind != "all-reduce" or root is None:
@@ -171,8 +170,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _times(computations: dict[str, list[str]], entry: str) -> tuple[dict[str, int], int]:
-    """Returns how often a step runs each computation, and the number of loops of unknown trip
-    count.
+    """Returns how often a step runs each computation, and the number of unknown loops.
 
     Only one of several branches runs, but each is counted as if it did.
     """

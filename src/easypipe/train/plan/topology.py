@@ -71,8 +71,9 @@ device_description_str: "{name}"
 
 
 def topology(name: str) -> Topology:
-    """Returns the devices of `kind:AxB`: a TPU slice of AxB or AxBxC chips, or `gpu:N` and
-    `gpu:HOSTSxN`.
+    """Returns the devices of a topology's name.
+
+    It is `kind:AxB`, a TPU slice of AxB or AxBxC chips, or `gpu:N` and `gpu:HOSTSxN`.
 
     Raises:
         ConfigError: The kind or shape does not exist, or its compiler is not installed; the message

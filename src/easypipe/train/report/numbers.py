@@ -41,8 +41,9 @@ class Curves:
         return float(np.median(found)) if found else None
 
     def points(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Returns name → (steps, values), at most MOST_POINTS each; held-out names are
-        `eval/<name>/<metric>`.
+        """Returns name → (steps, values), at most MOST_POINTS each.
+
+        Held-out names are `eval/<name>/<metric>`.
         """
         return {
             name: thinned(np.asarray(self.steps[name]), np.asarray(values))

@@ -174,8 +174,9 @@ def _mark(step: int, kind: str, text: str) -> Json:
 
 
 def _of(path: Path, draw: Callable[[Any], T], none: T) -> T:
-    """Reads and draws a file of the run; returns `none` if it is missing or damaged, as the tables
-    show.
+    """Reads and draws a file of the run; returns `none` if it is missing or damaged.
+
+    The tables show why.
     """
     try:
         kept = read_kept(path)
@@ -355,9 +356,7 @@ def _fingerprints(heading: str, kept: Json) -> Section:
 
 
 def _versions(heading: str, kept: Sequence[Json]) -> Section:
-    """Returns the table of versions, with a column for each process that ran with other
-    versions.
-    """
+    """Returns the table of versions, a column for each process that ran with other ones."""
     head = ("", *(f"from step {one['from_step']}" for one in kept))
     keys = [key for key in kept[-1] if key != "from_step"]
     return _section(heading, head, [(key, *(one.get(key) for one in kept)) for key in keys])

@@ -89,8 +89,9 @@ def _curve(
 
 
 def mixture_picture(plan: Json | None) -> bytes | None:
-    """Draws each dataset's share of the tokens so far (thick), lately (thin), and as asked for
-    (dashed).
+    """Draws each dataset's share of the tokens.
+
+    So far is thick, lately is thin, and what was asked for is dashed.
 
     Returns None if there is no plan or it has no steps.
     """

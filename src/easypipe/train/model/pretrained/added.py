@@ -46,8 +46,7 @@ def added_ids(folder: Path, tokens: Sequence[str]) -> range:
 
 
 def tokenizer_with(folder: Path, tokens: Sequence[str], into: Path) -> Path:
-    """Writes the tokenizer of `folder` with new tokens as a folder in `into`, and returns that
-    folder.
+    """Writes a tokenizer with new tokens as a folder in `into`, and returns that folder.
 
     Its name follows from its content; one that exists is not written again.
 

@@ -57,8 +57,7 @@ class PretrainedConfig:
         )
 
     def resolved(self) -> tuple[PretrainedConfig, Path]:
-        """Returns the config with its revision fixed to a commit, and the folder of the model's
-        small files.
+        """Returns the config with its commit, and the folder of the model's small files.
 
         Those are config.json and the tokenizer. Errors are those of `model_folder`.
         """

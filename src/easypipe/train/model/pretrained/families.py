@@ -285,8 +285,9 @@ def to_hf(config: ModelConfig) -> JsonObject:
 
 
 def shape_of(config: ModelConfig) -> ModelConfig:
-    """Returns `config` without what config.json cannot hold: dtypes and how the model is
-    compiled.
+    """Returns `config` without what config.json cannot hold.
+
+    That is the dtypes and how the model is compiled.
     """
     same: JsonObject = {
         one.name: one.default

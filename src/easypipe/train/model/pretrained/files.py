@@ -281,17 +281,17 @@ class GrownFiles(WeightFiles):
 
 
 def reading(file: Path) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager for reading a safetensors file, which raises StateError if it is
-    damaged.
+    """Returns a context manager for reading a safetensors file.
+
+    Raises:
+        StateError: In its `with` block, the file is damaged.
     """
     problem, unreadable = "is not a whole safetensors file", (SafetensorError, OSError)
     return raising(StateError, file, problem, "Download it again.", unreadable)
 
 
 def unlike(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> dict[str, list[str]]:
-    """Returns the names of missing and of unexpected tensors, and a description of each wrong
-    shape.
-    """
+    """Returns the names of missing and unexpected tensors, and descriptions of wrong shapes."""
     return {
         "missing": [name for name in wanted if name not in found],
         "unexpected": sorted(found.keys() - wanted.keys()),

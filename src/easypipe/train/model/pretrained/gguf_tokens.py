@@ -167,9 +167,7 @@ def _types(parts: JsonObject, size: int) -> list[int]:
 
 
 def _tokens(parts: JsonObject, types: Sequence[int], in_bytes: bool) -> list[str]:
-    """Returns the spelling of every token, with placeholders for ids that the tokenizer does not
-    have.
-    """
+    """Returns the spelling of every token, placeholders for ids without one."""
     tokens = [f"[PAD{i}]" for i in range(len(types))]
     for word, number in parts["model"]["vocab"].items():
         tokens[number] = word

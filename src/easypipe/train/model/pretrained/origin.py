@@ -121,8 +121,9 @@ class Pretrained:
     hf_config: str
 
     def build(self, *, rows_alone: bool = False) -> Decoder:
-        """Returns a decoder with initial values, for `nnx.eval_shape`: its arrays tell how weights
-        are sharded.
+        """Returns a decoder with initial values, for `nnx.eval_shape`.
+
+        Its arrays tell how weights are sharded.
 
         Args:
             rows_alone: Whether the rows of new tokens are separate arrays, to be trained while all
@@ -321,9 +322,7 @@ class Origin:
         return self.config or self.classifier
 
     def record(self) -> JsonObject | None:
-        """Returns what a checkpoint keeps of a published model: its name, its commit, its
-        config.json.
-        """
+        """Returns a published model's name, commit and config.json, for checkpoints."""
         found = self.pretrained
         return (
             None
@@ -467,9 +466,7 @@ def from_pretrained(
 def _adapting(
     seed: int, lora: LoraConfig | None, *, scores: bool
 ) -> tuple[type[nnx.Variable], Callable[[nnx.Module], nnx.Module]]:
-    """Returns the type of variable that is trained, and a function that adds adapters to a
-    module.
-    """
+    """Returns the type of variable that is trained, and a function that adds adapters."""
 
     def adapted(module: nnx.Module) -> nnx.Module:
         if scores:

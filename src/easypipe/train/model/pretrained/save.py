@@ -170,8 +170,7 @@ def save_pretrained(
 
 @contextlib.contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """Yields a folder to write into, which becomes `path` when the `with` block ends without an
-    error.
+    """Yields a folder to write into, which becomes `path` if no error is raised.
 
     Raises:
         ConfigError: `path` exists and is not an empty folder.
@@ -199,8 +198,9 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
 
 def _usual_modes(folder: Path) -> None:
-    """Gives files the mode that the umask gives: safetensors makes its files readable by the owner
-    alone.
+    """Gives files the mode that the umask gives.
+
+    safetensors makes its files readable by the owner alone.
     """
     probe = folder / ".mode"
     probe.touch()
