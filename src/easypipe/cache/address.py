@@ -52,7 +52,14 @@ def _part_of(doc, first_doc, part):  # type: ignore[no-untyped-def]
 
 @jit
 def list_lengths(docs, first_doc, offsets_address, out):  # type: ignore[no-untyped-def]
-    """Writes document lengths: out[i] = offsets[d + 1] - offsets[d] in the part of docs[i]."""
+    """Writes document lengths: out[i] = offsets[d + 1] - offsets[d] in the part of docs[i].
+
+    Args:
+        docs: Int64[n], numbers of documents.
+        first_doc: As in reader.Buffers.
+        offsets_address: As in reader.Buffers.
+        out: Int[n], filled with the lengths.
+    """
     part = 0
     for i in range(docs.size):
         doc = docs[i]
@@ -64,7 +71,12 @@ def list_lengths(docs, first_doc, offsets_address, out):  # type: ignore[no-unty
 
 @jit
 def count_zeros(first_doc, bytes_address):  # type: ignore[no-untyped-def]
-    """Returns how many documents have a byte of 0."""
+    """Returns how many documents have a byte of 0.
+
+    Args:
+        first_doc: As in reader.Buffers.
+        bytes_address: UInt64[P], where each part has a byte per document.
+    """
     zeros = 0
     for part in range(bytes_address.shape[0]):
         values = uint8_at(bytes_address[part])
@@ -75,7 +87,14 @@ def count_zeros(first_doc, bytes_address):  # type: ignore[no-untyped-def]
 
 @jit
 def byte_values(docs, first_doc, bytes_address, out):  # type: ignore[no-untyped-def]
-    """Writes whether the byte of each document is not 0: out[i] for docs[i]."""
+    """Writes whether the byte of each document is not 0: out[i] for docs[i].
+
+    Args:
+        docs: Int64[n], numbers of documents.
+        first_doc: As in reader.Buffers.
+        bytes_address: UInt64[P], where each part has a byte per document.
+        out: Bool[n], filled with the result.
+    """
     part = 0
     for i in range(docs.size):
         doc = docs[i]

@@ -194,7 +194,13 @@ def _alone(folder: CacheFolder) -> contextlib.AbstractContextManager[Any]:
 
 
 def _hold(folder: CacheFolder, key: str, held: contextlib.ExitStack) -> bool:
-    """Returns whether nobody reads `key`; readers are then kept away until `held` ends."""
+    """Returns whether nobody reads `key`; readers are then kept away until `held` ends.
+
+    Args:
+        folder: The cache folder.
+        key: The key of the manifest.
+        held: Takes the lock, if it was free.
+    """
     if folder.remote:
         return True
     mine = locks.try_hold(locks.reader_lock(folder.local, key), exclusive=True)
@@ -261,7 +267,15 @@ def _going(
     *,
     everything: bool,
 ) -> list[str]:
-    """Returns the files to remove, manifests first."""
+    """Returns the files to remove, manifests first.
+
+    Args:
+        folder: The cache folder.
+        files: All files below it.
+        going: The datasets to remove.
+        staying: The datasets that stay.
+        everything: Whether leftovers, plans and indexes go too.
+    """
     tokens = _token_files(going) - _token_files(staying)
     # an unreadable manifest may name any file, so no file is surely a leftover
     if any(one.manifest is None for one in staying):

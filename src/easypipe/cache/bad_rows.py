@@ -99,6 +99,13 @@ def write_quarantine(
 
     It has one JSON object a line: file, row, reason, detail, raw. Benign rows are not among them.
 
+    Args:
+        folder: The cache folder.
+        key: The key of the manifest.
+        records: The records of all ranges, in order.
+        source: The rows, from which the bad ones are read again.
+        column: The column whose value is shown.
+
     Returns:
         (name of the file, its checksum).
     """

@@ -1,7 +1,8 @@
 """The manifest of a token cache: one JSON file, written last, that commits a prepared dataset.
 
 cache_dir/
-  manifests/<key>.json                 this file; key = digest of the range keys
+  manifests/<key>.json                 this file; key = digest of the range keys and of how bad
+                                       rows are handled
   manifests/<key>.quarantine.jsonl     rows that were set aside, if there are any
   ranges/<recipe>/<range key>.json     one per range of rows: the commit of that range
   tokens/<ab>/<abcd…>.arrow            tokens, named by recipe (cache/ranges.py) and by the content

@@ -226,6 +226,11 @@ def token_batch(data: pa.Buffer, at: str) -> pa.RecordBatch:
 def require_sound(batch: pa.RecordBatch, part: Part, at: str) -> None:
     """Checks the index of a token file against itself and against what was committed.
 
+    Args:
+        batch: The documents of the file, of which only the index is read.
+        part: What the manifest says about the file.
+        at: The file, for errors.
+
     Raises:
         CacheError: Documents end outside of the file, or it holds others than were committed.
     """

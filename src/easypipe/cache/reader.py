@@ -482,6 +482,15 @@ class TokenCache(Source):
         """Returns what `kernel(docs, first_doc, address, out)` writes for all of `docs`.
 
         It takes some documents at a time if not all files may be mapped at once.
+
+        Args:
+            docs: Int64[n], numbers of documents.
+            kernel: A kernel of cache/address.py.
+            address: UInt64[P], the addresses that it reads.
+            kind: The dtype of the result.
+
+        Raises:
+            IndexError: A document does not exist.
         """
         docs = np.ascontiguousarray(docs, dtype=np.int64)
         if docs.size and (docs.min() < 0 or docs.max() >= self.num_docs):

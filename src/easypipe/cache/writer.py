@@ -427,6 +427,11 @@ class _Work(Generic[R]):
     ) -> tuple[JsonObject, TokenStamp] | None:
         """Returns the metadata and the stamp of a token file that is already there.
 
+        Args:
+            file: The name of the file, which its content gives it.
+            piece: The range whose documents it should hold.
+            rejects: The rows of the range that were not passed on.
+
         Returns:
             None if it is missing or damaged, or if its documents and `rejects` are not all rows of
             `piece`.

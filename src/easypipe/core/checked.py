@@ -53,14 +53,22 @@ def checked_json(value: Json) -> bytes:
 def commit_checked(
     path: str | Path, value: Json, storage_options: StorageOptions = None
 ) -> storage.Stamp:
-    """Commits `value`, whose keys are strings, for `read_checked`."""
+    """Commits `value`, whose keys are strings, for `read_checked`.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
     return storage.commit_bytes(path, checked_json(value), storage_options)
 
 
 def remember_checked(
     path: str | Path, value: Json, storage_options: StorageOptions = None
 ) -> storage.Stamp:
-    """Commits `value` for `recall_checked`, which refuses it under another name than `path` has."""
+    """Commits `value` for `recall_checked`, which refuses it under another name than `path` has.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
     return commit_checked(path, {**value, NAME: _name(path)}, storage_options)
 
 

@@ -57,7 +57,7 @@ class Ledger:
         into: Mapping[str, int],
         out: Mapping[str, int],
     ) -> None:
-        """Adds one balance, without counts of 0."""
+        """Adds one balance, without counts of 0; its parts are those of Entry."""
         self.entries.append(
             Entry(
                 stage=stage,

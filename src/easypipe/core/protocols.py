@@ -548,7 +548,7 @@ class BaseStage(ABC):
     def process(self, data: Sources, context: PipelineContext) -> Sources:
         """Returns the datasets as this stage changes them.
 
-        It reads no rows, so that schemas and errors are known before data moves.
+        It is pure and reads no rows, so that schemas and errors are known before data moves.
         """
 
 

@@ -57,7 +57,14 @@ class CsvShardedSource(RecordSource):
 
 
 def _parse(header: list[str], delimiter: str, piece: Records, fields: pa.Schema) -> Rows:
-    """Returns the rows of some records, and the rejects among them."""
+    """Returns the rows of some records, and the rejects among them.
+
+    Args:
+        header: The names of all columns.
+        delimiter: What separates fields.
+        piece: The records.
+        fields: The columns to return.
+    """
     block = partial(_block, header, delimiter, fields.names)
     filled = piece.ends > piece.starts
     rejects = list(left_out(np.flatnonzero(~filled) + piece.row, "blank_line", "a blank line"))

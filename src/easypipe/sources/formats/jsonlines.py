@@ -127,7 +127,13 @@ def _with_json(
 ) -> tuple[pa.Table, list[tuple[int, str]]]:
     """Returns the good rows with the columns that are JSON, and (line, why) of bad ones.
 
-    There a row has its own keys in its own order, and the nulls it was given.
+    In such a column a row has its own keys in its own order, and the nulls it was given.
+
+    Args:
+        table: The rows that pyarrow parsed, with the other columns.
+        bad: (line, why) of the lines that it refused.
+        lines: All lines.
+        fields: The columns to return.
     """
     names = [field.name for field in fields if is_json(field.type)]
     why, typed = dict(bad), len(names) < len(fields)
@@ -218,7 +224,14 @@ class _Lines:
 
 
 def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Reject:
-    """Returns the reject that says in plain words why one record is no row."""
+    """Returns the reject that says in plain words why one record is no row.
+
+    Args:
+        record: The bytes of the record.
+        fields: The columns that it should have.
+        row: Its number.
+        error: What pyarrow said about it; None if it was not asked.
+    """
 
     def reject(reason: str, detail: str) -> Reject:
         # a file may have millions of rows with the same fault

@@ -197,6 +197,13 @@ def _slot(data, key, key_end, guess, keys):
     """Returns the number of a key, in order of first appearance; -1 if the table is full.
 
     Lines mostly repeat their keys, so `guess` is tried first.
+
+    Args:
+        data: The bytes of the file.
+        key: Where the key begins, behind its quote.
+        key_end: Where it ends.
+        guess: The number that it probably has.
+        keys: The Keys, to which a new key is added.
     """
     counts, table, spans, text = keys.counts, keys.table, keys.spans, keys.text
     length = key_end - key

@@ -236,7 +236,7 @@ class _Indexes:
 
 
 def _agree(file: FileRef, what: str, here: int | str, said: int | str | None) -> None:
-    """Raises SourceError if the index says something else."""
+    """Raises SourceError if the index says something else about a file than what is here."""
     if said not in (None, here):
         problem = f"{what}: {here}, {INDEX} says {said}"
         raise file.error(problem, COPY)

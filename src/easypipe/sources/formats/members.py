@@ -58,7 +58,13 @@ def cuts_of(ends: Int64) -> tuple[int, ...]:
 
 
 def spans(plain: PlainBytes, file: FileRef, begins: Int64, ends: Int64) -> Iterator[bytes]:
-    """Yields the plain bytes of each span; the spans ascend.
+    """Yields the plain bytes of each span.
+
+    Args:
+        plain: The plain bytes of the source's files.
+        file: The file.
+        begins: Int64[n], ascending, where the spans begin.
+        ends: Int64[n], where they end.
 
     Raises:
         SourceError: The file is shorter.
@@ -110,7 +116,13 @@ def rows_of(
 
 
 def unread(file: FileRef, column: str, kind: str) -> SchemaError:
-    """Returns the error for a column that cannot be read, to be raised if it is asked for."""
+    """Returns the error for a column that cannot be read, to be raised if it is asked for.
+
+    Args:
+        file: The file.
+        column: The name of the column.
+        kind: What is not read, for the message.
+    """
     return SchemaError(
         at=place(file.path, column=column),
         problem=f"{kind} is not read"

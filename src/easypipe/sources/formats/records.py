@@ -213,6 +213,12 @@ class RecordSource(FileSource):
     def _read(self, file: FileRef, found: Found, start: int, stop: int) -> Records:
         """Returns records [start, stop), without their separators.
 
+        Args:
+            file: The file.
+            found: What its survey found.
+            start: The first record.
+            stop: The record behind the last one.
+
         Raises:
             SourceError: The file is not what the index says.
         """
