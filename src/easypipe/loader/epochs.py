@@ -1,6 +1,6 @@
-"""A loop over epochs: each iteration after a finished one is the next pass, in its own order.
+"""EpochLoader, a loop over epochs: each iteration after a finished one is the next pass.
 
-pass   from 0; with `num_epochs` N an iteration is N of them, p to p + N - 1
+pass   from 0, each in its own order; with `num_epochs` N an iteration is N of them, p to p + N - 1
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class EpochLoader(Loader):
         make: Makes the Loader of a pass; those of all passes have one config.
     """
 
-    # passes that one iteration chains, each with a last batch of its own: it ends behind every pass
-    # whose number counted from 1 is a multiple of it, wherever it began
+    # One iteration chains so many passes, each with a last batch of its own. It ends behind every
+    # pass whose number, counted from 1, is a multiple of this, wherever it began.
     _together = 1
 
     def __init__(self, make: Callable[[int], Loader]) -> None:
@@ -58,11 +58,15 @@ class EpochLoader(Loader):
 
     @property
     def seed(self) -> int:
-        """Of the order of the first pass, from which those of the others follow."""
+        """The seed of the order of the first pass, from which those of the others follow."""
         return self._first_seed
 
     def loader(self, epoch: int) -> Loader:
-        """The loader of a pass. Raises ConfigError where there is none of that number."""
+        """Returns the loader of a pass.
+
+        Raises:
+            ConfigError: `epoch` is negative.
+        """
         require(epoch >= 0, "epoch", f"there is no pass {epoch}", "They count from 0.")
         return self._made(epoch)
 
@@ -71,8 +75,10 @@ class EpochLoader(Loader):
         self._enter(self.loader(epoch), epoch)
 
     def counted_by(self, passes: dict[Any, int], key: Any) -> Self:
-        """Begins at pass `passes[key]` (0 where there is none), and writes the pass that follows a
-        finished one there: for what makes a new loader every time it is asked for one.
+        """Begins at pass `passes[key]` (0 where there is none), and keeps that entry in step.
+
+        The pass that follows a finished one is written there. This is for code that makes a new
+        loader every time it is asked for one.
         """
         if epoch := passes.get(key, 0):
             self.set_epoch(epoch)
@@ -84,7 +90,7 @@ class EpochLoader(Loader):
         state: LoaderState | str | bytes | Json,
         allow_changed: Collection[str] = (),
     ) -> None:
-        """As the loader of a pass does it, in the pass of the state."""
+        """Restores the loader of the state's pass and goes on in that pass (`Loader.restore`)."""
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
         loader = self.loader(state.epoch)
@@ -92,8 +98,10 @@ class EpochLoader(Loader):
         self._enter(loader, state.epoch)
 
     def __next__(self) -> Batch:
-        """As of one pass; behind the end of a pass, which raises StopIteration, it goes on with the
-        pass that an iteration would begin.
+        """Returns the next batch of the pass that the loader keeps.
+
+        Behind the end of a pass, which raises StopIteration, it goes on with the pass that an
+        iteration would begin.
         """
         try:
             return super().__next__()
@@ -129,9 +137,9 @@ class EpochLoader(Loader):
         self._told(epoch)
 
     def _enter(self, loader: Loader, epoch: int) -> None:
-        """Goes on in the place of `loader`."""
+        """Goes on in the place of `loader`, the loader of pass `epoch`."""
         for name in MOVED:
-            # both are Loaders: the state of one iteration moves on
+            # Both are Loaders, so the attributes of one fit the other.
             setattr(self, name, getattr(loader, name))
         self.epoch, self._kept = epoch, None
         self._newest += 1
@@ -141,8 +149,9 @@ class EpochLoader(Loader):
 
 
 def _chain(loader: EpochLoader, first: Iterator[Batch], holding: bool) -> Iterator[Batch]:
-    """The batches of `first`, the newest iteration over a pass, and of the passes behind it up to
-    the end of the iteration. It moves the loader while it is the newest.
+    """Yields the batches of `first` and of the passes behind it up to the end of the iteration.
+
+    `first` is the newest iteration over a pass. The chain moves the loader while it is the newest.
     """
     kept, make, together = weakref.ref(loader), loader._made, loader._together
     epoch, number = loader.epoch, loader._newest
@@ -169,13 +178,16 @@ def _chain(loader: EpochLoader, first: Iterator[Batch], holding: bool) -> Iterat
 def passes_over(
     build: Callable[[int | None], Loader], num_epochs: int | None
 ) -> Callable[[int], Loader]:
-    """Makes the Loader of every pass over one dataset. build: the loader over that many passes,
-    None for one without end.
+    """Returns a function that makes the Loader of every pass over one dataset.
+
+    Args:
+        build: Makes the loader over that many passes; None for one without end.
+        num_epochs: The passes of one iteration.
     """
 
     @cache
     def endless() -> tuple[Loader, int]:
-        """The loader, and the rows of one pass."""
+        """Returns the loader without end, and the rows of one pass."""
         return build(None), build(1).rows.num_rows or 0
 
     def make(epoch: int) -> Loader:
@@ -192,8 +204,11 @@ def passes_over(
 
 
 def passes_of_streams(first: Loader, together: int) -> EpochLoader:
-    """The passes over data that is read forward, `together` of them in one iteration. first: the
-    Loader of the first pass.
+    """Returns the passes over data that is read forward, `together` of them in one iteration.
+
+    Args:
+        first: The Loader of the first pass.
+        together: The passes that one iteration chains.
     """
     rows = first.rows
     assert isinstance(rows, StreamRows), "other rows are counted"
@@ -208,7 +223,7 @@ def passes_of_streams(first: Loader, together: int) -> EpochLoader:
 
 
 def seed_of_epoch(seed: int, epoch: int) -> int:
-    """The seed of the order of a pass; of the first one `seed` itself."""
+    """Returns the seed of the order of a pass; for the first pass it is `seed` itself."""
     return seed if epoch == 0 else fold(seed, "epoch", epoch) >> 1
 
 

@@ -31,13 +31,13 @@ class Decodes(Protocol):
     def decode(self, ids: Sequence[int], /) -> str: ...
 
 
-# dataset -> the tokenizer of its tokens; raises TokenizerError where it is not to be had
+# Maps a dataset to the tokenizer of its tokens; raises TokenizerError where there is none.
 Decoder = Callable[[str], Decodes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Text of neighbouring tokens that are all masked, or all not."""
+    """The text of neighbouring tokens that are all masked, or all not."""
 
     text: str
     masked: bool
@@ -45,14 +45,21 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Slots `slot_start` to `slot_stop` of a row.
+    """The document tokens in slots `slot_start` to `slot_stop` of a row.
 
-    dataset, file, row: where the document came from, `row` as the file counts. token_start,
-    token_stop: which of its `document_tokens` stored tokens stand here; ends_with_eos: one more
-    follows that packing added. spans: the decoded text, None where no tokenizer is there.
-    desirable: the verdict on its answer; None where the rows carry none. Of rows that were saved
-    packed, file and row are those of the saved shard, and the dataset is known where
-    mix.provenance saved it.
+    For rows that were saved packed, file and row are those of the saved shard, and the dataset is
+    known where mix.provenance saved it.
+
+    Args:
+        dataset: The dataset that the document came from.
+        file: The file that it came from.
+        row: Its row, as the file counts.
+        document: Its number within the dataset; None for saved rows.
+        token_start: The first of its `document_tokens` stored tokens that stands here.
+        token_stop: The token behind the last that stands here.
+        ends_with_eos: Whether one more token follows, which packing added.
+        desirable: The verdict on its answer; None where the rows carry none.
+        spans: The decoded text; None where there is no tokenizer.
     """
 
     segment: int
@@ -81,7 +88,7 @@ class Segment:
 
     @property
     def title(self) -> str:
-        """Where it stands, and where it came from, in a line."""
+        """One line that says where the segment stands, and where it came from."""
         of = f" of {self.document_tokens}" if self.document_tokens is not None else ""
         eos = " and EOS" if self.ends_with_eos else ""
         masked = f", {self.masked_tokens} masked" if self.masked_tokens else ""
@@ -100,8 +107,9 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainedRow:
-    """Row `row` of the batch, which is row `number` of the run. window: of the plan; None for saved
-    rows.
+    """Row `row` of the batch, which is row `number` of the run.
+
+    `window` is a window of the plan; None for saved rows.
     """
 
     row: int
@@ -114,7 +122,7 @@ class ExplainedRow:
 
     @property
     def title(self) -> str:
-        """Which row of the run it is, and how full."""
+        """One line that says which row of the run it is, and how full."""
         window = "" if self.window is None else f", window {self.window}"
         return (
             f"row {self.row}: row {self.number:,} of the run, epoch {self.epoch}{window}; "
@@ -127,14 +135,14 @@ class ExplainedRow:
 class ExplainedBatch:
     step: int
     rows: tuple[ExplainedRow, ...]
-    notes: tuple[str, ...] = ()  # what could not be told, and why
+    notes: tuple[str, ...] = ()  # what is not known, and why
 
     def to_json(self) -> JsonObject:
-        """Plain dicts, lists and numbers."""
+        """Returns plain dicts, lists and numbers."""
         return dataclasses.asdict(self)
 
 
-# what `_planned` and `_stored` tell of a segment and its slots, before its tokens are looked at
+# Takes a segment and its slots, and returns what is known of it before its tokens are looked at.
 _Place = Callable[[int, slice], JsonObject]
 
 
@@ -145,7 +153,18 @@ def explain_rows(
     chosen: Sequence[int],
     decoder: Decoder | None,
 ) -> ExplainedBatch:
-    """Rows `chosen` of a batch whose rows are `numbers` (Int64[n]) of the run."""
+    """Explains the rows `chosen` of a batch.
+
+    Args:
+        rows: The rows of the loader.
+        step: The number of the batch.
+        numbers: Int64[n], the row of the run of every row of the batch.
+        chosen: The rows of the batch to explain.
+        decoder: The tokenizer of each dataset; None gives no text.
+
+    Raises:
+        ConfigError: The rows do not say where they come from.
+    """
     notes: list[str] = []
     texts = _Texts(decoder, notes)
     return ExplainedBatch(
@@ -156,7 +175,8 @@ def explain_rows(
 
 
 def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
-    laid, there = innermost(rows, number)  # transforms never change which document tokens are of
+    # Transforms never change which document a token belongs to.
+    laid, there = innermost(rows, number)
     if isinstance(laid, PlannedRows):
         epoch, window, starts, place = _planned(laid, there)
     elif isinstance(laid, StoredRows):
@@ -254,7 +274,7 @@ def _stored(rows: StoredRows, number: int) -> tuple[int, None, _Place]:
 
 
 class _Texts:
-    """Decoded text, as far as there is a tokenizer; what is missing is noted once a dataset."""
+    """Decodes text as far as there is a tokenizer; notes once a dataset where there is none."""
 
     def __init__(self, decoder: Decoder | None, notes: list[str]) -> None:
         self._decoder, self._notes = decoder, notes
@@ -285,8 +305,10 @@ class _Texts:
 
 
 def choose(step: int, row: int | None, count: int) -> list[int]:
-    """The rows of the batch that are asked for. Raises PlanError where batch or row is not
-    there.
+    """Returns the rows of the batch that are asked for: `row`, or all.
+
+    Raises:
+        PlanError: The batch or the row is not there.
     """
     if step < 0 or count == 0:
         raise PlanError(

@@ -1,10 +1,10 @@
 """Places host batches as `jax.Array`s on a mesh.
 
-The one file of the data path that imports jax, and only when a mesh is asked for.
+This is the one file of the data path that imports jax, and only when a mesh is asked for.
 
-B rows of the global batch · T slots of a row · A micro-batches.  Every column is Int32[B, T] and
-gets the same PartitionSpec; where gradients are accumulated it is Int32[A, B/A, T], the axis in
-front whole on every device.
+A global batch has B rows of T slots, in A micro-batches. Every column is Int32[B, T] and gets the
+same PartitionSpec; where gradients are accumulated it is Int32[A, B/A, T], the axis in front whole
+on every device.
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ from easypipe.loader.config import axes_in_words, check_axes
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
-# mesh axes over which a batch is split when no partition_spec is given
+# Without a partition_spec a batch is split over these mesh axes, and its rows over SLOT_AXIS.
 BATCH_AXES = ("data", "fsdp")
-SLOT_AXIS = "sequence"  # and that over which its rows are
+SLOT_AXIS = "sequence"
 
 
 def make_mesh(mesh: Any) -> Mesh:
-    """A jax Mesh from a Mesh (as it is) or from `{axis: size}` over all devices of all processes;
-    one size may be -1: what is left.
+    """Returns a jax Mesh over all devices of all processes.
 
-    Axes are of type Auto, so that a jitted step may gather from sharded arrays. Raises
-    PlacementError where sizes and devices do not agree.
+    Axes are of type Auto, so that a jitted step may gather from sharded arrays.
+
+    Args:
+        mesh: A jax Mesh, which is returned as it is, or `{axis: size}`; one size may be -1: what is
+            left.
+
+    Raises:
+        PlacementError: Sizes and devices do not agree.
     """
     with naming_extra():
         import jax
@@ -72,7 +77,7 @@ def make_mesh(mesh: Any) -> Mesh:
 
 
 def local_mesh() -> Mesh:
-    """One axis, `data`, over this process's devices."""
+    """Returns a mesh of one axis, `data`, over this process's devices."""
     import jax
     from jax.sharding import AxisType
 
@@ -81,7 +86,7 @@ def local_mesh() -> Mesh:
 
 
 def on_default_device(batch: Columns) -> Batch:
-    """The batch with its NumPy arrays as jax.Arrays."""
+    """Returns the batch with its NumPy arrays as jax.Arrays on the default device."""
     import jax
 
     return {
@@ -91,8 +96,9 @@ def on_default_device(batch: Columns) -> Batch:
 
 
 def gather_bytes(own: bytes) -> list[bytes]:
-    """What every process gives, all of one length, in their order. Collective: every process calls
-    it, in the same place of its program.
+    """Returns the bytes of every process, in their order; all have one length.
+
+    Collective: every process calls it, in the same place of its program.
     """
     import jax
     from jax.experimental.multihost_utils import process_allgather
@@ -106,12 +112,17 @@ def gather_bytes(own: bytes) -> list[bytes]:
 class Placement:
     """Where batches of `batch_size` rows go, and which of the rows this process has to read.
 
-    partition_spec: a PartitionSpec, or what YAML can say of one (`[["data", "fsdp"], null]`): first
-    the batch's axes, then those of the slots. None: the batch over those of the axes `data` and
-    `fsdp` that the mesh has, the slots over `sequence`.
-    fixed_width: all batches have one shape, so that a program compiled for it pays.
-    accumulation_steps: A, which divides `batch_size`; the spec is that of one micro-batch.
-    Raises PlacementError where an axis is unknown or the batch does not divide.
+    Args:
+        mesh: As for `make_mesh`.
+        partition_spec: A PartitionSpec, or what YAML can say of one (`[["data", "fsdp"], null]`):
+            first the batch's axes, then those of the slots. None puts the batch over those of the
+            axes `data` and `fsdp` that the mesh has, the slots over `sequence`.
+        batch_size: The rows of a global batch.
+        fixed_width: All batches have one shape, so that a program compiled for it pays.
+        accumulation_steps: A, which divides `batch_size`; the spec is that of one micro-batch.
+
+    Raises:
+        PlacementError: An axis is unknown, or the batch does not divide.
     """
 
     def __init__(
@@ -153,16 +164,15 @@ class Placement:
                 fix="Make the mesh over devices of every process.",
             )
         self._micro_rows = self._local_rows()
-        # Of the batch's rows, micro-batch after micro-batch.
+        # The batch's rows that this process reads, micro-batch after micro-batch.
         self.local_rows = np.concatenate(
             [a * self._micro_size + self._micro_rows for a in range(accumulation_steps)]
         )
-        # this process reads all rows, in their order
+        # whether this process reads all rows, in their order
         self.whole = len(self.local_rows) == batch_size and accumulation_steps == 1
         # Columns travel as one array and are parted on the devices: a call of a compiled program
-        # costs the interpreter a fraction of what
-        # putting four arrays does. Not over several processes, whose worker threads would launch it
-        # in another order on each.
+        # costs the interpreter a fraction of what putting four arrays does. This is not done over
+        # several processes, whose worker threads would launch the program in another order on each.
         whole = NamedSharding(self.mesh, PartitionSpec(None, *self.sharding.spec))
         one_program = fixed_width and self.sharding.is_fully_addressable
         self._part = (
@@ -170,10 +180,17 @@ class Placement:
         )
 
     def place(self, batch: Mapping[str, Int32]) -> Batch:
-        """`{column: jax.Array[B, T]}` from this process's rows: `batch` holds `local_rows`, in that
-        order, all slots of each.
+        """Places the columns of this process's rows.
 
-        With micro-batches jax.Array[A, B/A, T] from [A, rows, T].
+        Args:
+            batch: `local_rows`, in that order, all slots of each; with micro-batches [A, rows, T].
+
+        Returns:
+            `{column: jax.Array[B, T]}`, with micro-batches jax.Array[A, B/A, T].
+
+        Raises:
+            PlacementError: Slots do not divide over the mesh, or a column that is not [rows, slots]
+                meets a mesh of several processes.
         """
         num_slots = next(iter(batch.values())).shape[-1]  # of the tokens, which come first
         if num_slots % self._slot_ways:
@@ -213,7 +230,7 @@ class Placement:
         }
 
     def _local_rows(self) -> Int64:
-        """Rows of a micro-batch that stand on a device of this process, ascending."""
+        """Returns the rows of a micro-batch that stand on a device of this process, ascending."""
         mine = np.zeros(self._micro_size, dtype=bool)
         # the fewest slots that divide; rows do not depend on how many
         shape = (*self._leading, self._micro_size, self._slot_ways)

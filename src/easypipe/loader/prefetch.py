@@ -26,26 +26,33 @@ from easypipe.core.errors import StallError
 A = TypeVar("A")
 T = TypeVar("T")
 
-# A consumer that waits is woken for every single item, which costs as much as to make a small one.
-# One that sleeps finds several.
+# A consumer that waits is woken for every single item, which costs as much as making a small one.
+# A consumer that sleeps so long finds several.
 BREATH_S = 0.0004
 JOIN_TIMEOUT_S = 10.0  # close() waits this long for a worker to finish the item at hand
 
 log = logging.getLogger("easypipe")
 
 
-# (index, enter) -> the item of `index`, or None past the end. `enter(stage)` says what is being
-# done, for the error of a stall.
+# Takes (index, enter) and returns the item of `index`, or None past the end. It calls
+# `enter(stage)` to say what it is doing, for the error of a stall.
 Make = Callable[[int, Callable[[str], None]], T | None]
 
 
 class Prefetcher(Iterator[T]):
-    """Iterates over `make(start), make(start + 1), ...` until it gives None, `workers` threads
-    working at most `ahead` items ahead.
+    """Iterates over `make(start), make(start + 1), ...` until it gives None.
 
-    stall_timeout_s: how long `next` waits for one item. Past it StallError names the stage that the
-    item is in. After any error the prefetcher is closed and every further `next` raises the same
-    error: a failure never looks like the end of the data.
+    After any error the prefetcher is closed and every further `next` raises the same error: a
+    failure never looks like the end of the data.
+
+    Args:
+        make: Makes the item of an index.
+        start: The first index.
+        workers: The threads.
+        ahead: The most items that they work ahead.
+        stall_timeout_s: How long `next` waits for one item. Past it StallError names the stage that
+            the item is in.
+        name: The name in errors and of the threads.
     """
 
     def __init__(
@@ -128,8 +135,9 @@ class Prefetcher(Iterator[T]):
 
 @dataclass(eq=False)
 class _Worker:
-    """What one thread and the consumer share: queues, which need no lock of ours, and two words
-    that only the one or the other writes.
+    """The state that one thread and the consumer share.
+
+    The queues need no lock of ours; each of the two other fields is written by one side alone.
     """
 
     make: Make[Any]
@@ -187,8 +195,9 @@ def _stop(
 
 
 class InOrder(Iterator[T]):
-    """The same items without threads: each is made when it is asked for. After an error the same
-    item is tried again.
+    """Makes the same items without threads, each when it is asked for.
+
+    After an error the same item is tried again.
     """
 
     def __init__(self, make: Make[T], start: int) -> None:
@@ -208,12 +217,14 @@ class InOrder(Iterator[T]):
 
 
 def _no_stage(stage: str) -> None:
-    """Nobody waits, so nobody asks."""
+    """Ignores the stage: without threads no consumer waits for an item."""
 
 
 class ReadPool:
-    """`workers` threads that do what is submitted, in that order. They start with the first call,
-    and are daemons: a read that hangs for ever keeps no process from ending.
+    """`workers` threads that do what is submitted, in that order.
+
+    They start with the first call, and are daemons: a read that hangs for ever keeps no process
+    from ending.
     """
 
     def __init__(self, workers: int, name: str) -> None:
@@ -224,12 +235,17 @@ class ReadPool:
             threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True)
             for i in range(workers)
         ]
-        # between the first call and the end, which garbage collection may bring in the midst of it
+        # Guards the first call against the end, which garbage collection may bring in the midst of
+        # it.
         self._lock = threading.RLock()
         self._started = self._closed = False
 
     def submit(self, call: Callable[[A], T], argument: A) -> Future[T]:
-        """Raises RuntimeError once the pool is closed."""
+        """Has a thread call `call(argument)`.
+
+        Raises:
+            RuntimeError: The pool is closed.
+        """
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
@@ -242,8 +258,9 @@ class ReadPool:
         return future
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the threads; what has not begun is cancelled. Waits for reads at hand, at most
-        JOIN_TIMEOUT_S. Safe to call twice.
+        """Ends the threads; what has not begun is cancelled.
+
+        With `wait` it waits for reads at hand, at most JOIN_TIMEOUT_S. It is safe to call twice.
         """
         with self._lock:
             self._closed = True
@@ -253,7 +270,7 @@ class ReadPool:
             self._tasks.put(None)
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         for thread in self._threads if wait else ():
-            # garbage is collected on any thread
+            # Garbage is collected on any thread, one of these included.
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
 

@@ -19,10 +19,12 @@ class Begin(NamedTuple):
 
 
 class Steps:
-    """Batches of `batch_size` rows; from step `s` on of `n` rows, for every `(s, n)` of `schedule`,
-    whose steps ascend.
+    """The rows of every batch, where batches may change their size.
 
-    begin: (0, 0), or where a run goes on after its configuration was changed.
+    Args:
+        batch_size: The rows of a batch from step 0 on.
+        schedule: (step, rows of a batch from there on), steps ascending.
+        begin: (0, 0), or where a run goes on after its configuration was changed.
     """
 
     def __init__(
@@ -32,7 +34,8 @@ class Steps:
         self.begin = begin or Begin()
         self._first = [step for step, _ in points]
         self._sizes = [size for _, size in points]
-        self._rows = [0]  # before the first step of each point, were they counted from step 0
+        # the rows before the first step of each point, as if they were counted from step 0
+        self._rows = [0]
         for (step, size), (after, _) in itertools.pairwise(points):
             self._rows.append(self._rows[-1] + (after - step) * size)
         self._skip = 0
@@ -40,11 +43,11 @@ class Steps:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Every size there is, ascending."""
+        """Every batch size there is, ascending."""
         return tuple(sorted(set(self._sizes)))
 
     def at(self, step: int) -> tuple[int, int]:
-        """The first row of batch `step`, and its size."""
+        """Returns the first row of batch `step`, and its size."""
         i = bisect_right(self._first, step) - 1
         size = self._sizes[i]
         return self._skip + self._rows[i] + (step - self._first[i]) * size, size
@@ -53,28 +56,28 @@ class Steps:
         return self.at(step)[1]
 
     def start(self, step: int) -> int:
-        """The first row of batch `step`."""
+        """Returns the first row of batch `step`."""
         return self.at(step)[0]
 
     def counts(self, stop: int) -> tuple[tuple[int, int], ...]:
-        """(how many batches, rows of each) from the first batch to `stop`, in order."""
+        """Returns (how many batches, rows of each) from the first batch to `stop`, in order."""
         first = self.begin.batch
         edges = [first, *(step for step in self._first if first < step < stop), max(first, stop)]
         counts = [(end - begin, self.size(begin)) for begin, end in itertools.pairwise(edges)]
         return tuple(one for one in counts if one[0])
 
     def full(self, num_rows: int) -> int:
-        """Batches, from the first on, that `num_rows` rows fill."""
+        """Returns how many batches, from the first on, `num_rows` rows fill."""
         i, left = self._point(num_rows)
         return self._first[i] + left // self._sizes[i]
 
     def needed(self, num_rows: int) -> int:
-        """Batches that hold all of `num_rows` rows, the last of them full or not."""
+        """Returns how many batches hold all of `num_rows` rows, the last of them full or not."""
         i, left = self._point(num_rows)
         return self._first[i] - -left // self._sizes[i]
 
     def _point(self, num_rows: int) -> tuple[int, int]:
-        """The point in whose steps the rows end, and how many of them stand there."""
+        """Returns the point in whose steps the rows end, and how many of them stand there."""
         rows = max(num_rows - self._skip, 0)
         i = bisect_right(self._rows, rows) - 1
         return i, rows - self._rows[i]

@@ -1,4 +1,4 @@
-"""The streaming feed: one stream's share of a dataset, read forward, and its place in it.
+"""Cursor and Deal: one stream's share of a dataset, read forward, and its place in it.
 
 entry  a range of rows of one shard, or a whole file whose rows can only be found by reading on;
        every pass permutes the entries anew
@@ -30,30 +30,42 @@ from easypipe.core.values import Array, Bools, Int64, UInt8
 from easypipe.loader.prefetch import ReadPool
 from easypipe.plan.order import permute
 
-CHUNK_BYTES = 1 << 20  # at rest, at most, unless a dataset has more than MAX_ENTRIES of them
-# at least, of a dataset, where its rows allow it: streams then end at about the same time
+# The most bytes at rest of a chunk, unless a dataset has more than MAX_ENTRIES chunks.
+CHUNK_BYTES = 1 << 20
+# The least chunks of a dataset for each stream, where its rows allow it: streams then end at about
+# the same time.
 CHUNKS_A_STREAM = 16
 MAX_ENTRIES = 1 << 20
-LEAST_PIECE_BYTES = 256  # of a compressed file
+LEAST_PIECE_BYTES = 256  # the least bytes of a piece of a compressed file
 UNPACKED = 4  # plain bytes that a compressed byte is taken for
-ROWS_OF_UNKNOWN_SIZE = 1 << 10
-FIRST_AHEAD = 2  # before it is known how many documents a chunk holds
-# in a row, before a stream takes it that no pass will bring it a document: each deals anew
+ROWS_OF_UNKNOWN_SIZE = 1 << 10  # rows of a chunk whose bytes are not known
+FIRST_AHEAD = 2  # chunks read ahead before it is known how many documents a chunk holds
+# After so many passes in a row without a document (each deals anew) a stream takes it that no pass
+# will bring it one.
 EMPTY_PASSES = 64
-# of documents of a dataset that is read again and again; a larger one is read anew in every pass
+# The documents of a dataset up to this size are kept, as it may be read again and again; a larger
+# one is read anew in every pass.
 KEPT_BYTES = 16 << 20
-KEPT_ENTRIES = 1 << 16  # of passes whose dealing is kept; streams may stand in different ones
-FILES = "files to each stream"  # unit of what is left of files whose content nobody counts
-MOST_AHEAD = 32  # chunks of one stream and dataset that are read or being read ahead
+# The most entries of passes whose dealing is kept; streams may stand in different passes.
+KEPT_ENTRIES = 1 << 16
+FILES = "files to each stream"  # the ledger's unit for files whose content is not counted
+MOST_AHEAD = 32  # the most chunks of one stream and dataset that are read or being read ahead
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Documents of a chunk: `ids[offsets[i] : offsets[i + 1]]`. ids: UInt16 or UInt32. has_eos:
-    Bool[n]. mask: UInt8, one for each id.
+    """The documents of a chunk: document i has the tokens `ids[offsets[i] : offsets[i + 1]]`.
 
-    counts: what became of rows and texts. ended: nothing of its entry stands behind the chunk.
-    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them.
+    Args:
+        ids: UInt16 or UInt32.
+        offsets: Int64[n+1].
+        has_eos: Bool[n], whether the document ends with an EOS already.
+        mask: UInt8, one for each id; None where every token is a target.
+        counts: What became of rows and texts.
+        values: The values of aligned columns for each of the ids: [ids] or [ids, width].
+        ended: Whether nothing of its entry stands behind the chunk.
+        num_bad: The rejects that a limit counts.
+        bad: (place, reason) of the first of them.
     """
 
     ids: NDArray[np.unsignedinteger]
@@ -61,7 +73,6 @@ class Loaded:
     has_eos: Bools
     mask: UInt8 | None
     counts: Counts
-    # of aligned columns, what each of the ids has: [ids] or [ids, width]
     values: Mapping[str, Array] = field(default_factory=dict[str, Array])
     ended: bool = True
     num_bad: int = 0
@@ -85,18 +96,22 @@ class Piece(NamedTuple):
 
 
 class StreamCounts(Counter[tuple[str, str]]):
-    """Counters of one dataset, by subject and by what: of what was read, and of what was drawn."""
+    """The counters of one dataset, by subject and name: of what was read, and of what was drawn."""
 
     def add(self, subject: str, counts: Mapping[str, int]) -> None:
         self.update({(subject, what): count for what, count in counts.items()})
 
     def of(self, subject: str) -> Counter[str]:
-        """The counters of a subject, by name."""
+        """Returns the counters of a subject, by name."""
         return Counter({what: n for (of, what), n in sorted(self.items()) if of == subject})
 
     def chunk(self, loaded: Loaded, skipped: int, share: Mapping[str, int]) -> None:
-        """A chunk was read. skipped: its documents in front of the place where reading began.
-        share: what of the stream's share it is.
+        """Counts a chunk that was read.
+
+        Args:
+            loaded: The chunk.
+            skipped: Its documents in front of the place where reading began.
+            share: How much of the stream's share it is.
         """
         made = loaded.counts
         self.add("shares read", share)
@@ -120,15 +135,19 @@ class StreamCounts(Counter[tuple[str, str]]):
         )
 
     def unread(self) -> Counter[str]:
-        """Of every unit in the shares of all passes that were begun, how many were not read."""
+        """Returns, for every unit in the shares of all passes that were begun, how many were not
+        read.
+        """
         left = self.of("shares")
         for subject in ("shares read", "shares before"):
             left.subtract(self.of(subject))
         return Counter(dict(sorted(left.items())))
 
     def end_epoch(self, dropped: int) -> None:
-        """What was not read until now stays so. dropped: documents that were read, and not
-        drawn.
+        """Counts what was not read until now as left.
+
+        Args:
+            dropped: The documents that were read, and not drawn.
         """
         self["drawn", "left"] += dropped
         for unit, count in self.unread().items():
@@ -136,10 +155,10 @@ class StreamCounts(Counter[tuple[str, str]]):
 
 
 class Forward(Protocol):
-    """A dataset as documents that are read in order. `load` is called from several threads;
-    `shards` are listed without reading rows.
+    """A dataset as documents that are read in order.
 
-    max_bad_rows: of the whole dataset, None for any number.
+    `load` is called from several threads; `shards` are listed without reading rows. `max_bad_rows`
+    holds for the whole dataset; None allows any number.
     """
 
     name: str
@@ -152,16 +171,22 @@ class Forward(Protocol):
 
     @property
     def unit(self) -> str:
-        """What positions in its shards count."""
+        """The unit that positions in its shards count."""
         ...
 
     def load(self, shard: int, start: int, stop: int) -> Loaded: ...
 
 
 class Place(NamedTuple):
-    """Where a stream stands in a dataset: `taken` documents of the chunk (entry position, chunk
-    number); `epoch` counts passes. bad: bad rows of the first pass in front of it, in the chunks
-    that documents were taken of and those before them.
+    """Where a stream stands in a dataset.
+
+    Attributes:
+        epoch: The pass.
+        entry: The position of the entry in the pass.
+        chunk: The number of the chunk in the entry.
+        taken: The documents of the chunk that were taken.
+        bad: The bad rows of the first pass in front of this place, in the chunks that documents
+            were taken of and those before them.
     """
 
     epoch: int = 0
@@ -172,8 +197,9 @@ class Place(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What is read at a time: these positions of a shard; of_file: of one that is read on to its
-    end, which nobody knows.
+    """The positions of a shard that are read at a time.
+
+    `of_file` says that it is a piece of a file that is read on to an end which is not known before.
     """
 
     shard: int
@@ -183,13 +209,18 @@ class Chunk(NamedTuple):
 
 
 class Deal:
-    """The entries of a dataset and whose they are. Follows from the files' sizes, the number of
-    streams and the seed alone.
+    """The entries of a dataset and the streams that read them.
+
+    They follow from the files' sizes, the number of streams and the seed alone.
+
+    Raises:
+        SourceError: The dataset has not one row.
     """
 
     def __init__(self, source: Forward, num_streams: int, *, seed: int, shuffle: bool) -> None:
         self.source = source
-        self.num_streams, self.shuffled = num_streams, shuffle  # where every pass deals anew
+        # `shuffled`: every pass deals anew
+        self.num_streams, self.shuffled = num_streams, shuffle
         self._key = fold(seed, "stream order", source.name) if shuffle else None
         shards = source.shards
         total = sum(shard.num_bytes for shard in shards)
@@ -205,19 +236,19 @@ class Deal:
                 fix="Check the files that data_files names.",
             )
         self.num_entries = len(entries)
-        # (shard, start, stop) of each; a stop of -1: the whole file
+        # (shard, start, stop) of each entry; a stop of -1 means the whole file
         self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
         self._forward = self._entries_at[:, 2] < 0
         self._num_bytes = self._sizes(shards)
         self._passes: OrderedDict[int, _Pass] = OrderedDict()
-        # A small dataset with a large weight is gone through thousands of times, a few documents at
-        # a time.
+        # A small dataset is kept in memory: with a large weight it is gone through thousands of
+        # times, a few documents at a time.
         self._room = KEPT_BYTES if total * UNPACKED <= KEPT_BYTES else 0
         self._kept: dict[Chunk, Loaded] = {}
         self._lock = threading.Lock()
 
     def chunk(self, place: Place) -> Chunk:
-        """What is read at `place`."""
+        """Returns the chunk that is read at `place`."""
         entry = self._dealt(place.epoch).entries[place.entry]
         shard, start, stop = self._entries_at[entry].tolist()
         if stop >= 0:
@@ -225,7 +256,9 @@ class Deal:
         return Chunk(shard, place.chunk * self.piece, (place.chunk + 1) * self.piece, of_file=True)
 
     def first(self, stream: int, place: Place) -> Place | None:
-        """The first chunk of `stream` at `place` or behind it; None where the pass has no more."""
+        """Returns the first chunk of `stream` at `place` or behind it; None where the pass has no
+        more.
+        """
         dealt = self._dealt(place.epoch)
         mine = dealt.of(stream)
         here = mine[np.searchsorted(mine, place.entry) :][:1].tolist()
@@ -242,8 +275,11 @@ class Deal:
         )
 
     def share(self, stream: int, place: Place, *, before: bool = False) -> dict[str, int]:
-        """What the share of `stream` holds in the pass of `place`, or in front of it: so many
-        records, or bytes of lines; and of files whose content nobody counts, so many."""
+        """Returns how much the share of `stream` holds in the pass of `place`.
+
+        With `before` it is what lies in front of `place`. Ranges are counted in records, or bytes
+        of lines; files whose content is not counted are counted as files.
+        """
         dealt = self._dealt(place.epoch)
         mine = dealt.of(stream)
         entries = dealt.entries[mine[: np.searchsorted(mine, place.entry)] if before else mine]
@@ -269,8 +305,9 @@ class Deal:
             return found
 
     def _sizes(self, shards: Sequence[Shard]) -> Int64:
-        """Bytes of every entry, as far as the sizes of files tell: Int64[entries]. Of a whole file,
-        what it may hold unpacked.
+        """Returns the bytes of every entry, as far as the sizes of files tell: Int64[entries].
+
+        For a whole file it is what the file may hold unpacked.
         """
         packed = np.array([shard.num_bytes for shard in shards], np.int64)
         rows = np.array([shard.num_rows or 0 for shard in shards], np.int64)
@@ -283,7 +320,9 @@ class Deal:
         return np.maximum(1, np.where(self._forward, UNPACKED * packed[shard], counted))
 
     def ask(self, place: Place, pool: ReadPool) -> Future[Loaded]:
-        """The chunk at `place`: read on the pool, or there at once."""
+        """Returns the chunk at `place` as a future: read on the pool, or done where the chunk is
+        kept.
+        """
         chunk = self.chunk(place)
         kept = self._kept.get(chunk)
         if kept is None:
@@ -333,8 +372,12 @@ class Deal:
 
 
 class _Pass:
-    """How the entries of a pass are dealt. entries: Int64[n], which stands at every position.
-    owners: Int64[n], as `deal` gives them.
+    """How the entries of a pass are dealt.
+
+    Args:
+        entries: Int64[n], the entry that stands at every position.
+        owners: Int64[n], as `deal` returns them.
+        forward: Bool[n], the positions of whole files.
     """
 
     def __init__(self, entries: Int64, owners: Int64, forward: Bools) -> None:
@@ -342,19 +385,24 @@ class _Pass:
         self._of: dict[int, Int64] = {}
 
     def of(self, stream: int) -> Int64:
-        """The positions, ascending, of the entries of which `stream` has a part."""
+        """Returns the positions, ascending, of the entries of which `stream` has a part."""
         if stream not in self._of:
             self._of[stream] = np.flatnonzero(self._forward | (self.owners == stream))
         return self._of[stream]
 
 
 def deal(num_bytes: Int64, forward: Bools, num_streams: int, piece: int) -> Int64:
-    """Which stream has each entry, so that all have about equally many bytes: Int64[n]. Of a whole
-    file, the one that has its first chunk.
+    """Returns which stream has each entry, so that all have about equally many bytes: Int64[n].
 
-    num_bytes, forward: of the entries, in the order of the pass. Large ones are dealt first, each
-    to whoever has least; among those of similar size (within a power of two) the order of the pass
-    decides, so that a new one brings others together.
+    For a whole file it is the stream that has its first chunk. Large entries are dealt first, each
+    to the stream that has least; among those of similar size (within a power of two) the order of
+    the pass decides, so that a new pass brings others together.
+
+    Args:
+        num_bytes: The bytes of the entries, in the order of the pass.
+        forward: Whether each entry is a whole file.
+        num_streams: The number of streams.
+        piece: The bytes of a piece of a whole file.
     """
     classes = np.frexp(num_bytes.astype(np.float64))[1]
     owners = np.zeros(len(num_bytes), np.int64)
@@ -379,12 +427,11 @@ def deal(num_bytes: Int64, forward: Bools, num_streams: int, piece: int) -> Int6
 
 
 class Cursor:
-    """The documents of one stream's share of one dataset, pass after pass. Not thread safe: a
-    stream owns it.
+    """The documents of one stream's share of one dataset, pass after pass.
 
-    Chunks are read ahead on the pool, as many as the next window is thought to take (`wish`); what
-    is read never depends on it.
-    bad: as of Place.
+    It is not thread safe: a stream owns it. Chunks are read ahead on the pool, as many as the next
+    window is expected to take (`wish`); what is read never depends on it. `bad` counts as
+    `Place.bad` does.
     """
 
     def __init__(
@@ -396,40 +443,48 @@ class Cursor:
         counts: StreamCounts,
         passes: int | None,
     ) -> None:
-        """passes: a new one begins behind the last document, until there were so many (None:
-        without end); 0: only where `begin` is called.
+        """Begins at `place`.
+
+        Args:
+            deal: The entries of the dataset.
+            stream: The number of the stream.
+            place: Where to begin.
+            pool: Reads the chunks.
+            counts: The counters of the dataset.
+            passes: A new pass begins behind the last document, until there were so many; None goes
+                on without end, 0 begins one only where `begin` is called.
         """
         self._deal, self._stream, self._pool, self._passes = deal, stream, pool, passes
         self.counts, self.bad = counts, place.bad
         self.counts.add("shares", deal.share(stream, place))
         self.counts.add("shares before", deal.share(stream, place, before=True))
-        self._bad_chunks: list[Loaded] = []  # those that were counted since `bad_chunks` was asked
+        self._bad_chunks: list[Loaded] = []  # those counted since `bad_chunks` was called last
         self._held: deque[tuple[Place, Loaded]] = deque()
         self._start = place  # where the pass, or this cursor, began
         self._next = deal.first(stream, place)  # the chunk behind those that are held
         self._ahead: deque[tuple[Place, Future[Loaded]]] = deque()  # that chunk and more
         self._pass_docs = self._empty_passes = 0
         self.waiting = 0  # documents that are held
-        self._asked = 0  # of those that wait, documents that the window at hand looks at
+        self._asked = 0  # the waiting documents that the window at hand looks at
         self._wish, self._wish_tokens = 0, None
-        self._chunk_docs = self._chunk_tokens = 0.0  # of a chunk, as far as is known
+        self._chunk_docs = self._chunk_tokens = 0.0  # running means over chunks; 0: not known
 
     @property
     def place(self) -> Place:
-        """Behind the document that was taken last."""
+        """The place behind the document that was taken last."""
         end = Place(self._start.epoch, self._deal.num_entries)
         place = self._held[0][0] if self._held else end if self._next is None else self._next
         return place._replace(bad=self.bad)
 
     def fill(self, count: int) -> int:
-        """Reads on until `count` documents wait, or the pass has no more. Returns how many wait."""
+        """Reads on until `count` documents wait, or the pass has no more; returns how many wait."""
         while self.waiting < count and self._read():
             pass
         self._asked = max(self._asked, min(count, self.waiting))
         return self.waiting
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """The documents `start` to `stop` of those that wait."""
+        """Returns the documents `start` to `stop` of those that wait."""
         found, at = list[Piece](), 0
         for place, loaded in self._held:
             if at >= stop:
@@ -441,7 +496,7 @@ class Cursor:
         return found
 
     def take(self, count: int) -> None:
-        """The first `count` documents wait no longer."""
+        """Takes the first `count` documents from those that wait."""
         self.waiting, self._asked = self.waiting - count, 0
         while count:
             place, loaded = self._held[0]
@@ -456,13 +511,16 @@ class Cursor:
                 self._pass_empty()
 
     def bad_chunks(self) -> list[Loaded]:
-        """Those with bad rows that came into `bad` since this was asked last."""
+        """Returns the chunks with bad rows that were counted since the last call."""
         found, self._bad_chunks = self._bad_chunks, []
         return found
 
     def wish(self, count: int, tokens: int | None = None) -> None:
-        """About so many documents will be taken next, or those that hold so many tokens where they
-        are fewer.
+        """Sets how much the next window will probably take, and reads ahead.
+
+        Args:
+            count: The documents.
+            tokens: The documents that hold so many tokens, where they are fewer.
         """
         self._wish, self._wish_tokens = count, tokens
         self._read_ahead()
@@ -475,7 +533,7 @@ class Cursor:
         self.close()
 
     def begin(self, epoch: int) -> None:
-        """Pass `epoch` begins behind what waits."""
+        """Begins pass `epoch` behind what waits."""
         self.close()
         self._start = Place(epoch)
         self._next = self._deal.first(self._stream, self._start)
@@ -488,7 +546,7 @@ class Cursor:
         self._ahead.clear()
 
     def _read(self) -> bool:
-        """Takes in the next chunk; False where the pass has no more."""
+        """Takes in the next chunk; returns False where the pass has no more."""
         if self._next is None:
             if self._passes is not None and self._start.epoch + 1 >= self._passes:
                 return False
@@ -531,12 +589,12 @@ class Cursor:
         return True
 
     def _pass_empty(self) -> None:
-        """Chunks without documents, of which nothing can be taken."""
+        """Drops chunks at the front that have no documents, so none to take."""
         while self._held and not self._held[0][1].num_docs:
             self._enter(*self._held.popleft())
 
     def _enter(self, place: Place, loaded: Loaded) -> None:
-        """The bad rows of a chunk count, once in the run: later passes meet the same rows."""
+        """Counts the bad rows of a chunk once in the run: later passes meet the same rows."""
         if loaded.num_bad and not place.epoch:
             self.bad += loaded.num_bad
             self._bad_chunks.append(loaded)
@@ -549,8 +607,9 @@ class Cursor:
         )
 
     def _read_ahead(self) -> None:
-        """Asks for the next chunk, and for as many behind it as the wish takes. A file whose end is
-        unknown is thought to go on.
+        """Asks for the next chunk, and for as many behind it as `wish` expects to need.
+
+        A file whose end is unknown is taken to go on.
         """
         wanted = FIRST_AHEAD
         if self._chunk_docs:

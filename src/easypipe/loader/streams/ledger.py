@@ -18,11 +18,18 @@ LEFT_OUT = "left out, for want of a full batch"
 
 @dataclass
 class Books:
-    """Counters of a stream, or of all streams of a process.
+    """The counters of a stream, or of all streams of a process.
 
-    datasets: of each, what was read and drawn. table: Int64[datasets, COUNTERS], of what was drawn
-    (plan/plan_stats.py). packed_rows: rows of windows. Of all streams of a process: rows in
-    batches, in windows made anew but given before the state, in no batch, and rows of padding.
+    The last four are kept for all streams of a process together.
+
+    Args:
+        datasets: What was read and drawn of each dataset.
+        table: Int64[datasets, COUNTERS], what was drawn (plan/plan_stats.py).
+        packed_rows: The rows of windows.
+        rows_given: The rows in batches.
+        rows_before: The rows in windows that were made anew, but given before the state.
+        rows_left_out: The rows in no batch.
+        padding_rows: The rows of padding.
     """
 
     datasets: tuple[StreamCounts, ...]
@@ -35,7 +42,9 @@ class Books:
 
     @classmethod
     def total(cls, count: int, parts: Iterable[Books] = ()) -> Books:
-        """Of several streams together, as they stand now, of `count` datasets."""
+        """Returns the sum of the counters of several streams, as they stand now, over `count`
+        datasets.
+        """
         whole = cls(
             tuple(StreamCounts() for _ in range(count)), np.zeros((count, COUNTERS), np.int64)
         )
@@ -48,17 +57,20 @@ class Books:
 
     @property
     def all_dropped(self) -> int:
-        """How many documents were drawn, where each of them was longer than a row and left out;
-        else 0.
+        """The number of documents that were drawn if each was longer than a row and left out; else
+        0.
         """
         known = dict(zip(FIELDS, self.table.sum(axis=0).tolist(), strict=True))
         return known["draws"] if known["draws"] == known["docs_dropped"] else 0
 
 
 def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
-    """What lies in files → read or not; rows → documents or rejected; documents → drawn, waiting or
-    left at an epoch's end; tokens → placed, truncated or dropped; rows made → in batches, waiting
-    or left out."""
+    """Returns the ledger of a streaming loader.
+
+    It balances what lies in files with what was read or not; rows with documents or rejects;
+    documents with those drawn, waiting or left at an epoch's end; tokens with those placed,
+    truncated or dropped; and rows made with those in batches, waiting or left out.
+    """
     ledger = Ledger()
     stage = "mix" if spec.plan.pack is None else "pack"
     for name, counts, line in zip(names, books.datasets, books.table.tolist(), strict=True):
@@ -83,7 +95,7 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
 
 
 def _add_read(ledger: Ledger, name: str, counts: StreamCounts) -> None:
-    """From files to documents."""
+    """Adds the balances from files to documents."""
     shares, left_at_ends = counts.of("shares"), counts.of("shares left")
     for unit, left in counts.unread().items():
         out = {
@@ -99,7 +111,7 @@ def _add_read(ledger: Ledger, name: str, counts: StreamCounts) -> None:
 def _add_drawn(
     ledger: Ledger, name: str, counts: StreamCounts, part: DrawStats, stage: str
 ) -> None:
-    """From documents to labels."""
+    """Adds the balances from documents to labels."""
     out = {
         "drawn": part.draws,
         "waiting": counts["drawn", "waiting"],

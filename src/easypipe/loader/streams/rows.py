@@ -1,4 +1,4 @@
-"""Streaming rows: uncounted, uncached data, in an order that no number of hosts changes.
+"""StreamRows: uncounted, uncached data, in an order that does not depend on the number of hosts.
 
 stream   one of S canonical streams; while none has ended, each gives as many rows of every batch
 share    the ranges of every dataset that a stream reads (feed.py); they follow from the files, S
@@ -54,9 +54,9 @@ from easypipe.plan.window import View, Window
 
 log = logging.getLogger("easypipe")
 
-STREAM = 1 << 40  # rows that no stream has
+STREAM = 1 << 40  # more rows than any stream has
 _NONE = np.empty(0, np.int32)
-# what rows of padding stand in
+# the window of rows of padding
 NOTHING = (
     View(0, np.zeros(1, np.int64), np.empty((5, 0), np.int32), _NONE, np.empty(0, np.int64), _NONE),
     lay([]),
@@ -68,9 +68,15 @@ class StreamRows(Rows):
 
     Law: row n holds the same for any number of processes, threads and batches, and behind every
     state.
-    sources: the datasets, in the order of the plan's weights. tokens_identity: digests of sources
-    and tokenizer. aligned: columns with values for every token. workers: threads that read; None:
-    one for each core.
+
+    Args:
+        sources: The datasets, in the order of the plan's weights.
+        spec: The choices that decide the rows.
+        tokens_identity: Digests of sources and tokenizer.
+        pad_token_id: The token id in padding.
+        aligned: Columns with values for every token.
+        workers: The threads that read; None takes one for each core.
+        name: The name of the loader, in messages and of threads.
     """
 
     lengths_are_free = False
@@ -118,13 +124,13 @@ class StreamRows(Rows):
         return {"streaming": True, "num_streams": self.spec.num_streams}
 
     def with_source_ids(self) -> StreamRows:
-        """The same rows, whose batches have the column `source_ids`."""
+        """Returns the same rows, with the column `source_ids` in their batches."""
         other = copy.copy(self)
         other.source_names = tuple(self.names)
         return other
 
     def with_seed(self, seed: int) -> StreamRows:
-        """The rows of the same data in the order of another seed."""
+        """Returns the rows of the same data in the order of another seed."""
         other, plan = copy.copy(self), dataclasses.replace(self.spec.plan, seed=seed)
         other.spec = dataclasses.replace(self.spec, plan=plan)
         return other
@@ -141,7 +147,7 @@ class StreamRows(Rows):
         return StreamReader(self, 0 if state is None else state.row, states, share or Share())
 
     def own(self, share: Share) -> list[int]:
-        """The streams that a process reads."""
+        """Returns the streams that a process reads."""
         spec, streams = self.spec, self.spec.num_streams
         own = {
             row // (size // streams)
@@ -166,12 +172,17 @@ class StreamRows(Rows):
 
 
 class StreamReader(RowReader):
-    """The rows of one iteration, one batch after the other: streams reach their next rows, and
-    their tokens are laid out. Windows are made in the order of their rows, always that of the
-    stream whose next row comes first, so which streams had ended by then is the same for every
-    process, thread and restart.
+    """The rows of one iteration, one batch after the other.
 
-    row, states: where the iteration begins; no states: at the first row.
+    Streams reach their next rows, and their tokens are laid out. Windows are made in the order of
+    their rows, always that of the stream whose next row comes first, so which streams had ended by
+    then is the same for every process, thread and restart.
+
+    Args:
+        rows: The rows to read.
+        row: The row that the iteration begins at.
+        states: The states of the streams there; none at the first row.
+        share: The part of the batches that this process makes.
     """
 
     def __init__(
@@ -184,7 +195,7 @@ class StreamReader(RowReader):
         self._window_pool = ReadPool(share.workers, f"easypipe-{rows.name}-window")
         self._windows_ahead = share.workers > 0
         self._streams: dict[int, Stream] = {}
-        # rows of each stream, once it has ended
+        # the rows of each stream that has ended
         self._ends = np.full(rows.spec.num_streams, order.NEVER)
         # rows of each stream that were given before the iteration began, and how many of these
         # stand in windows that are made anew
@@ -208,8 +219,10 @@ class StreamReader(RowReader):
         self._window_pool.close(wait=wait)
 
     def available(self, start: int, stop: int) -> int:
-        """As of RowReader. Makes windows until all rows before `stop` that are this process's stand
-        in one, or every stream has ended.
+        """Returns how many of the rows `start` to `stop` there are (RowReader.available).
+
+        It makes windows until all rows before `stop` that are this process's stand in one, or every
+        stream has ended.
         """
         if not self._streams:
             self._begin()
@@ -220,7 +233,7 @@ class StreamReader(RowReader):
         return (stop if known is not None else max(start, min(stop, int(self._ends.sum())))) - start
 
     def arrange(self, rows: Int64) -> Int64:
-        """Stream after stream."""
+        """Returns the rows stream after stream."""
         return rows[np.argsort(self._places(rows)[0], kind="stable")]
 
     def lengths(self, rows: Int64) -> Int32:
@@ -242,7 +255,8 @@ class StreamReader(RowReader):
     def batch(self, rows: Int64, width: int) -> dict[str, Int32]:
         return self._writer.batch(self, self._keys(rows), width)
 
-    # As write.Tokens, of rows that are called stream * STREAM + row of the stream.
+    # The members below implement write.Tokens, for rows that are numbered
+    # stream * STREAM + row of the stream.
 
     unchecked = False  # what was just read is in memory
 
@@ -294,8 +308,11 @@ class StreamReader(RowReader):
         return StreamMark(self._rows, states, books, counts)
 
     def check_some_batch(self) -> None:
-        """Raises SourceError or PlanError: training would end before it begins, as if the data
-        had.
+        """Refuses an iteration that gave no batch: training would end before it begins.
+
+        Raises:
+            PlanError: Every document was longer than a row and left out.
+            SourceError: No batch came of what was read.
         """
         rows, books = (
             self._rows,
@@ -344,8 +361,9 @@ class StreamReader(RowReader):
             stream.begin()
 
     def _known(self) -> tuple[int, int] | None:
-        """(rows of the run that stand in windows, the stream whose row is next); None: every stream
-        has ended.
+        """Returns (rows of the run that stand in windows, the stream whose row is next).
+
+        It is None where every stream has ended.
         """
         live = [
             (stream.state.first_row, number)
@@ -359,8 +377,12 @@ class StreamReader(RowReader):
             self._ends[stream.number] = stream.state.first_row
 
     def _charge(self, made: Made) -> None:
-        """Counts the bad rows of a window. Those of streams that other processes read are known up
-        to the state that was restored.
+        """Counts the bad rows of a window.
+
+        Those of streams that other processes read are known up to the state that was restored.
+
+        Raises:
+            BudgetError: There are more than max_bad_rows of a dataset.
         """
         for i, (source, chunks) in enumerate(zip(self._rows.sources, made.bad, strict=True)):
             most = source.max_bad_rows
@@ -377,7 +399,7 @@ class StreamReader(RowReader):
                     )
 
     def _places(self, rows: Int64) -> tuple[Int64, Int64]:
-        """(stream, row of it) of each row, (-1, -1) of padding."""
+        """Returns (stream, row of it) of each row, (-1, -1) for padding."""
         real = rows >= 0
         if (self._ends == order.NEVER).all():
             turn, stream = np.divmod(rows, len(self._ends))
@@ -390,9 +412,9 @@ class StreamReader(RowReader):
         return np.where(real, streams[at], -1), np.where(real, numbers[at], -1)
 
     def _each(self, rows: Int64, ask: Callable[[Window[Place], int], int]) -> Int64:
-        """What the window of each row says of it, 0 for -1."""
+        """Returns what `ask` says of each row and its window, 0 for -1."""
         found = np.zeros(len(rows), np.int64)
-        # rows of one batch
+        # a loop over the rows of one batch
         for i, (number, row) in enumerate(
             zip(*map(np.ndarray.tolist, self._places(rows)), strict=True)
         ):
@@ -403,8 +425,10 @@ class StreamReader(RowReader):
 
 
 class StreamMark(NamedTuple):
-    """What lies behind the rows that were given: the states of the streams that this process reads,
-    and where everything went.
+    """The states of the streams that this process reads, and where everything went, behind some
+    rows.
+
+    `counts` holds those counters of Books that are of all streams together.
     """
 
     rows: StreamRows
@@ -417,7 +441,7 @@ class StreamMark(NamedTuple):
         return ledger_of(books, self.rows.names, self.rows.spec)
 
     def hint(self) -> list[str]:
-        """The state of every stream. Collective where several processes read their own."""
+        """Returns the state of every stream. Collective where several processes read their own."""
         known = {number: to_text(state) for number, state in self.states.items()}
         count, room = self.rows.spec.num_streams, 24 + 48 * len(self.rows.sources)
         if len(known) < count:

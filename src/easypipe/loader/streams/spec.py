@@ -1,4 +1,4 @@
-"""What decides the rows of a streaming loader, beside its data."""
+"""StreamSpec: the choices that, beside the data, decide the rows of a streaming loader."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from easypipe.plan.spec import LATER_CHOICES, PlanSpec, ends_choice
 
 STREAM_VERSION = 2  # raise it with every change that moves a document to another row
 
-WINDOW_DOCS = 4096  # of a stream, where shuffle_buffer_size says nothing else: so many, ...
-# ... or so many tokens, or WINDOW_ROWS rows' worth where that is more, whichever comes first
+# Where shuffle_buffer_size is not set, a window of a stream has so many documents, or so many
+# tokens, or WINDOW_ROWS rows' worth of tokens where that is more, whichever comes first.
+WINDOW_DOCS = 4096
 WINDOW_TOKENS = 1 << 20
 WINDOW_ROWS = 128
 
@@ -25,13 +26,17 @@ def window_tokens(pack: PackSpec | None) -> int:
 class StreamSpec:
     """The choices that, with the datasets, decide what stands in every row.
 
-    plan: of each stream: its schedule's batches are a stream's rows of them, its max_epochs the
-    passes of each stream. Its windows end by `window_tokens` where nobody chose their size.
-    num_streams: canonical streams; each gives `batch_size // num_streams` rows of every batch.
-    shuffle: ranges per pass, and shuffle_window: documents within a window. eos: id that ends
-    documents, or one for each dataset where they differ; None adds none.
-    joined: rows of pack strategy "concat" are one segment each, over the ends of documents.
-    train_continued: as of loader.rows.PlannedRows.
+    Args:
+        plan: The plan of each stream: its schedule's batches are a stream's rows of them, its
+            max_epochs the passes of each stream. Its windows end by `window_tokens` where their
+            size was not chosen.
+        num_streams: The canonical streams; each gives `batch_size // num_streams` rows of every
+            batch.
+        shuffle: Permutes the ranges of each pass.
+        shuffle_window: Permutes the documents within a window.
+        eos: The id that ends documents, or one for each dataset where they differ; None adds none.
+        joined: Rows of pack strategy "concat" are one segment each, over the ends of documents.
+        train_continued: As for loader.rows.PlannedRows.
     """
 
     plan: PlanSpec
@@ -44,11 +49,14 @@ class StreamSpec:
 
     @property
     def last_epoch(self) -> int | None:
-        """Epochs of the mixture in the whole run; None where it never ends."""
+        """The epochs of the mixture in the whole run; None where it never ends."""
         return self.plan.last_epoch([1] * len(self.plan.weights))
 
     def choices(self) -> JsonObject:
-        """What decides the rows. Not num_epochs: more epochs only add rows behind the last."""
+        """Returns the choices that decide the rows, as JSON.
+
+        It leaves out num_epochs: more epochs only add rows behind the last.
+        """
         choices = {**to_dict(self), **to_dict(self.plan)}
         if self.plan.window_tokens is not None:
             choices |= {"window_docs": None, "window_tokens": None}

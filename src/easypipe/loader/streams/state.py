@@ -1,9 +1,9 @@
 """The saved state of a stream between two windows: at most 48 characters for each dataset.
 
-Integers as LEB128 (7 bits a byte, the highest bit says that more follow), deficits zigzag first,
-the whole in base64 without padding: first_row, epoch, then for every dataset: deficit, active, and
-its place (epoch, entry, chunk, taken); then, where there are any, the bad rows of every dataset;
-and behind those, even where there are none, the document that is cut.
+Integers are written as LEB128 (7 bits a byte, the highest bit says that more follow), deficits
+zigzag first, and the whole in base64 without padding: first_row, epoch, then for every dataset:
+deficit, active, and its place (epoch, entry, chunk, taken); then, where there are any, the bad rows
+of every dataset; and behind those, even where there are none, the document that is cut.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def to_text(state: StreamState) -> str:
 
 
 def from_text(text: str, num_datasets: int) -> StreamState:
-    """Raises StateError where `text` is not what `to_text` writes for so many datasets."""
+    """Reads a state that `to_text` wrote for `num_datasets` datasets.
+
+    Raises:
+        StateError: `text` is not such a state.
+    """
     try:
         numbers = list(_numbers(base64.b64decode(text + "=" * (-len(text) % 4), validate=True)))
         first_row, epoch, *rest = numbers

@@ -1,4 +1,6 @@
-"""One canonical stream: its documents as windows draw them, and the windows that it made."""
+"""Stream: one canonical stream, its documents as windows draw them, and the windows that it
+made.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,20 @@ from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import Stage
 from easypipe.plan.window import Planner, View, Window
 
-BLOCK_DOCS = 256  # drawn at a time; a window ends between two blocks
+BLOCK_DOCS = 256  # documents are drawn by so many; a window ends between two blocks
 
 
 class StreamFeed:
     """The documents of one stream, read forward: states have to come in order. Implements Feed.
 
     Weights that follow the training step look at the rows of all streams: `ends` says where those
-    ended that have, kept by whoever makes the windows in the order of their rows (plan/order.py).
-    taken: the documents of the window that was made last. counts: one for each dataset.
+    ended that have. The code that makes the windows in the order of their rows keeps it
+    (plan/order.py).
+
+    Attributes:
+        books: The counters of the stream.
+        cursors: One for each dataset, once the feed is open.
+        taken: The documents of the window that was made last.
     """
 
     counted, block = False, BLOCK_DOCS
@@ -81,7 +88,7 @@ class StreamFeed:
         plan, streams = self.spec.plan, self.spec.num_streams
         if plan.schedule is None:
             return plan.stage(row)
-        # which counts the rows of one stream among streams that all live
+        # The schedule counts the rows of one stream as if no stream had ended.
         known = order.known_before(self._ends, row, self.number)
         there = order.rows_before(known, row, self.number) // streams
         stage = plan.stage(there)
@@ -117,7 +124,7 @@ class StreamFeed:
             counts[state.cut[0]] += 1
         self.taken = self._pieces(np.zeros_like(counts), counts)
         for i, (cursor, count) in enumerate(zip(self.cursors, counts.tolist(), strict=True)):
-            # the one that is cut goes on waiting
+            # the document that is cut goes on waiting
             cursor.take(count - (cut is not None and cut[0] == i))
             cursor.wish(0 if draws.ended and cut is None else count)
         return tuple(cursor.place for cursor in self.cursors)
@@ -141,9 +148,17 @@ class StreamFeed:
 
 
 class Made(NamedTuple):
-    """A window of a stream. view, tables, values, masked: as kernels take them, and whether there
-    are loss masks. chunks: they own the memory that `tables` points to. books: of the stream
-    behind it. bad: for each dataset, chunks with bad rows that count from here on.
+    """A window of a stream, with what kernels need to read it.
+
+    Attributes:
+        window: The window.
+        view: The window as kernels take it.
+        tables: Where its documents lie.
+        values: Where the values of each aligned column lie.
+        masked: Whether there are loss masks.
+        chunks: The documents of each dataset; they own the memory that `tables` points to.
+        books: The counters of the stream behind the window.
+        bad: For each dataset, the chunks with bad rows that count from here on.
     """
 
     window: Window[Place]
@@ -161,12 +176,17 @@ class Made(NamedTuple):
 
 
 class Stream:
-    """The windows of one canonical stream, made when a row of them is asked for, or one ahead;
-    those that were made and not yet forgotten are kept. Not thread safe.
+    """The windows of one canonical stream, made when a row of them is asked for, or one ahead.
+
+    Windows that were made and not yet forgotten are kept. It is not thread safe.
 
     Law: from equal states come equal windows, whatever other streams there are; under weights that
     follow the training step, where those ended that did before the window's first row.
-    state, ended, books: behind the last window that was asked for, whatever was made ahead.
+
+    Attributes:
+        state: The state behind the last window that was asked for, whatever was made ahead.
+        ended: Whether the stream has ended there.
+        books: The counters of the stream there.
     """
 
     def __init__(
@@ -176,8 +196,14 @@ class Stream:
         state: StreamState | None = None,
         ahead: ReadPool | None = None,
     ) -> None:
-        """pool: reads. ahead: makes the next window while rows of this one are taken; None makes
-        each when it is asked for.
+        """Begins at `state`, or at the first row.
+
+        Args:
+            feed: The documents of the stream.
+            pool: Reads chunks.
+            state: Where to begin.
+            ahead: Makes the next window while rows of this one are taken; None makes each when it
+                is asked for.
         """
         self._feed, self._ahead = feed, ahead
         self._planner = Planner(feed.spec.plan, feed)
@@ -189,13 +215,13 @@ class Stream:
             feed.open(self.state, pool)
         self.books = self._books()
         self._first_epoch = self.state.epoch
-        self._end_row = -1  # where the last epoch ended that was seen to
-        # Tokens of the document that is cut where this begins, which whoever saved the state has
-        # placed.
+        self._end_row = -1  # where the last epoch ended that `_check_some_row` saw
+        # Tokens of the document that is cut where this begins: they were placed before the state
+        # was saved.
         self._placed_before = self.state.cut[1] if self.state.cut is not None else 0
 
     def go_on(self) -> Made:
-        """The next window, which may hold no row."""
+        """Returns the next window, which may hold no row."""
         made = self._make() if self._ahead is None else self._wait(self._ahead).result()
         self._next = None
         if made.window.num_rows:
@@ -211,7 +237,7 @@ class Stream:
             self._wait(self._ahead)
 
     def state_at(self, row: int) -> StreamState:
-        """The state from which `row` is found again; it must not be forgotten."""
+        """Returns the state from which `row` is found again; the row must not be forgotten."""
         return next((made.window.state for made in self.windows if row < made.stop), self.state)
 
     def forget(self, row: int) -> None:
@@ -228,7 +254,7 @@ class Stream:
         return self._next
 
     def _make(self) -> Made:
-        """The window behind the last that was made."""
+        """Makes the window behind the last that was made."""
         window = self._planner.window(self._last)
         chunks = self._feed.taken
         self._enter(window, chunks)
@@ -242,7 +268,7 @@ class Stream:
         return Made(window, window.view, tables, values, masked, chunks, self._books(), bad)
 
     def _books(self) -> Books:
-        """As they stand now."""
+        """Returns a copy of the counters as they stand now."""
         return Books.total(len(self._feed.names), [self._feed.books])
 
     def _enter(self, window: Window[Place], chunks: list[list[Piece]]) -> None:
@@ -257,7 +283,7 @@ class Stream:
         pack, layout = spec.plan.pack, window.layout
         draws = (dataset, lengths)
         plan_stats.count(draws, layout, layout.num_rows, pack, books.table, start - placed)
-        if spec.joined:  # only the first token of an epoch is nobody's next
+        if spec.joined:  # only the first token of an epoch is no label
             books.table[:, plan_stats.SEGMENTS] = segments
             if cut is None and not any(any(place[1:4]) for place in before.drawn):
                 books.table[dataset[np.flatnonzero(lengths)[:1]], plan_stats.SEGMENTS] += 1
@@ -271,11 +297,16 @@ class Stream:
             waits = after is not None and after[1] > 0 and after[0] == i
             counts["drawn", "waiting"] = self._feed.cursors[i].waiting - waits
         if after is None or window.dataset.size > 1:
-            self._placed_before = 0  # that document is through
+            self._placed_before = 0  # that document has ended
         books.packed_rows += layout.num_rows
 
     def _check_some_row(self, window: Window[Place]) -> None:
-        """Raises where a whole epoch gave no row, and all others would give none."""
+        """Checks that an epoch gave some row.
+
+        Raises:
+            PlanError: Every document was longer than a row and left out.
+            ConfigError: A whole epoch gave no row, and all others would give none.
+        """
         end_row, self._end_row = self._end_row, window.after.first_row
         if end_row != self._end_row or self._planner.last_epoch is not None:
             return
@@ -291,8 +322,9 @@ class Stream:
 
 
 def lay(chunks: list[list[Piece]]) -> Tables:
-    """Where documents lie: a part for each piece, whose documents are numbered as their dataset's
-    pieces stand.
+    """Returns where documents lie: one part for each piece.
+
+    Documents are numbered as their dataset's pieces stand.
     """
     parts = [piece for part in chunks for piece in part]
     first_doc = [np.cumsum([0, *(b - a for _, a, b in part)]) for part in chunks]
@@ -314,7 +346,10 @@ def lay(chunks: list[list[Piece]]) -> Tables:
 
 
 def lay_values(chunks: list[list[Piece]]) -> dict[str, UInt64]:
-    """Where values of aligned columns lie, of the parts that `lay` makes; 0 where one has none."""
+    """Returns where the values of aligned columns lie, for the parts that `lay` makes.
+
+    It is 0 where a part has no such column.
+    """
     parts = [piece.loaded.values for part in chunks for piece in part]
     return {
         name: np.array([address(one[name]) if name in one else 0 for one in parts], np.uint64)
