@@ -1,7 +1,7 @@
 """The history of a run whose data was changed: which configuration stood at which step.
 
-span  the steps of a run that read the data of one configuration. A run that was never changed is
-one span
+span  the steps of a run that read the data of one configuration; a run that was never changed is
+      one span
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ from easypipe.train.record import FINGERPRINTS, RECORD, read_changes, read_kept
 
 log = logging.getLogger("easypipe")
 
-OF_DATA = "loader."  # what keys of changes begin with that decide which rows stand in a batch
+# Changes whose keys begin with this decide which rows stand in a batch.
+OF_DATA = "loader."
 
 
 @dataclass(frozen=True)
 class Span:
-    """Steps `first` to `stop` (from 0; None: as far as the run goes), whose rows count from `row`.
+    """Steps `first` to `stop` of a run, whose rows count from `row`.
 
-    config: of the whole run, and components: digests of its data; None where the folder has none.
-    changed: what was allowed to differ from `first` on.
+    Args:
+        first: The first step, from 0.
+        stop: The step behind the last; None as far as the run goes.
+        row: The row of the first step.
+        config: The config of the whole run; None where the folder has none.
+        components: Digests of its data; None where the folder has none.
+        changed: What was allowed to differ from `first` on.
     """
 
     first: int
@@ -49,7 +55,7 @@ class Span:
 
     @property
     def steps(self) -> str:
-        """In words, counted as metrics.jsonl does."""
+        """The steps in words, counted as metrics.jsonl does."""
         return (
             f"from step {self.first + 1:,}"
             if self.stop is None
@@ -57,8 +63,10 @@ class Span:
         )
 
     def built(self, progress: ProgressListener = silent) -> Pipeline:
-        """The chain of its data, up to load(). Raises StateError where that is not what was
-        read.
+        """Returns the chain of the span's data, up to load().
+
+        Raises:
+            StateError: The data was not recorded, or it is not what was read.
         """
         if self.config is None or self.components is None:
             problem = f"does not record what data was read in {self.steps}"
@@ -87,15 +95,18 @@ class Span:
 
 
 def host_load(data: PipelineConfig) -> LoadStageConfig:
-    """How batches are made, without what decides only where they go."""
+    """Returns how batches are made, without the options that decide only where they go."""
     return dataclasses.replace(
         data.load or LoadStageConfig(), mesh=None, partition_spec=None, prefetch_to_device=False
     )
 
 
 def spans_of(folder: str | Path) -> tuple[Span, ...]:
-    """The spans of the run in `folder`, in order; () where it records no data that a plan knows.
-    Raises StateError for foreign files.
+    """Returns the spans of the run in `folder`, in order; () where it records no data that a plan
+    knows.
+
+    Raises:
+        StateError: The folder holds foreign files.
     """
     folder = Path(os.path.expanduser(folder))
     kept, record = read_kept(folder / FINGERPRINTS), folder / RECORD
@@ -107,7 +118,7 @@ def spans_of(folder: str | Path) -> tuple[Span, ...]:
         if any(key.startswith(OF_DATA) for key in one["changed"])
     ]
     befores = [one["before"] or {} for one in changes]
-    with allowing_code():  # it may name functions; reading them runs none
+    with allowing_code():  # the record may name functions; reading them runs none
         configs = [*(before.get("config") for before in befores), load_yaml(record)]
     components = [*(before.get("components") for before in befores), kept["train"]]
     begins = [(0, 0, {}), *((one["step"], one["row"], one["changed"]) for one in changes)]
@@ -126,11 +137,17 @@ def loader_at(
     step: int,
     progress: ProgressListener = silent,
 ) -> Loader:
-    """The loader that made batch `step` of the run in `folder`, counting as it did then; that of
-    `pipeline` where there is no run.
+    """Returns the loader that made batch `step` of the run in `folder`, counting as it did then.
 
-    pipeline: what is described now, up to load(). Raises StateError where it is the data of no span
-    of the run, and where the data of that step is not known or not there any more.
+    Args:
+        folder: The folder of the run. The loader is that of `pipeline` where there is no run.
+        pipeline: Returns what is described now, up to load().
+        step: The step, from 0.
+        progress: Is called as the work goes on.
+
+    Raises:
+        StateError: `pipeline` has the data of no span of the run, or the data of that step is not
+            known or not there any more.
     """
     spans = () if folder is None else spans_of(folder)
     own = pipeline()
@@ -167,11 +184,13 @@ def plan_of_run(
     by_step: bool = False,
     progress: ProgressListener = silent,
 ) -> PlanReport:
-    """`pipeline.plan` of the run in `folder`, each of its spans by its own data; its notes tell
-    what is not known.
+    """Plans the run in `folder`, each of its spans by its own data, as `Pipeline.plan` does.
 
-    pipeline: what is described now, with load(). Where that is the data of no span, it is planned
-    as a run of its own, and so is a run that is not there or was never changed.
+    The notes tell what is not known. `pipeline` is what is described now, with load(). Where it is
+    the data of no span, it is planned as a run of its own; so is a run that was never changed.
+
+    Raises:
+        StateError: No span can be planned.
     """
     spans = () if folder is None else spans_of(folder)
     if len(spans) < 2 or (not prepare and not pipeline.prepared()):
@@ -195,7 +214,7 @@ def plan_of_run(
                 f"{key} {text}"
                 for key, text in span.changed.items()
                 if (part := key.removeprefix(OF_DATA)) not in COMPONENTS
-                # where a key of the config says the same
+                # a key of the config that says the same is left to that key
                 and (part == key or f"data.load.{part}" not in span.changed)
             )
             notes.append(f"changed {span.steps}: {'; '.join(what) or ', '.join(span.changed)}")

@@ -108,10 +108,11 @@ def tokenize_and_save(
 
 
 def file_values(path: str | Path, overrides: Sequence[str]) -> JsonObject:
-    """The values of a config file, with `key.path=value` overrides.
+    """Reads the values of a config file, with `key.path=value` overrides.
 
-    Raises ConfigError naming the key path of what is wrong; also of an override that is of a run
-    config where the file is a pipeline config, whose keys stand without `data.`.
+    Raises:
+        ConfigError: The message names the key path of what is wrong. An override for a run config
+            is wrong too where the file is a pipeline config, whose keys stand without `data.`.
     """
     values = load_yaml(path)
     if "data" in values or "datasets" not in values:
@@ -144,10 +145,15 @@ def chain(
     save: bool = True,
     first_rows: int | None = None,
 ) -> Pipeline:
-    """The stages that `config` describes, up to and without load(): several datasets are mixed;
-    packed and saved where it says so.
+    """Returns the stages that `config` describes, up to load() and without it.
 
-    save: False leaves out save(), for those who only look. first_rows: as in SourceStage.
+    Several datasets are mixed; they are packed and saved where the config says so.
+
+    Args:
+        config: The config of the data.
+        progress: Is called as the work goes on.
+        save: False leaves out save(), for callers that only look.
+        first_rows: As in SourceStage.
     """
     pipeline = Pipeline(config, progress=progress).add_stage(SourceStage(first_rows=first_rows))
     with _naming_files(config):
@@ -164,11 +170,13 @@ def chain(
 def repair_as_made(
     path: str | Path, *, progress: ProgressListener = silent
 ) -> tuple[Verification, ...]:
-    """`Pipeline.repair` by the chains that made what is broken, as the cache folder noted them
-    (stages/build_record.py).
+    """Repairs a token cache or saved folder by the chains that made what is broken.
 
-    Raises ConfigError saying what to give where it did not, or where rows came from memory or from
-    code.
+    It is `Pipeline.repair` with the chains that the cache folder noted (stages/build_record.py).
+
+    Raises:
+        ConfigError: The chain was not noted, or rows came from memory or from code; the message
+            says what to give.
     """
     path = place_of(path)
     found = verify(path)
@@ -176,7 +184,7 @@ def repair_as_made(
     place = cache_folder_of(path)
     if place is None:
         noted = [recall_saved(place_of(one.path), cache_folder(None)) for one in broken]
-    else:  # records of ranges belong to whichever manifest names their tokens
+    else:  # records of ranges belong to every manifest that names their tokens
         to_make = found if any(one.kind == "records" for one in broken) else broken
         names = [place_of(one.path).rpartition("/")[2] for one in to_make if one.kind != "records"]
         noted = [recall(name.removesuffix(".json"), place[0]) for name in names]
@@ -185,7 +193,7 @@ def repair_as_made(
             continue
         with contextlib.chdir(made["folder"]):
             config = from_dict(PipelineConfig, made["config"])
-            # Where tokens are is what was asked for, wherever the folder was when they were made.
+            # The tokens are where the caller says, wherever the folder was when they were made.
             config = (
                 config
                 if place is None
@@ -200,8 +208,9 @@ def repair_as_made(
 
 
 def with_tokenizer_of(data: PipelineConfig, model: PretrainedConfig) -> PipelineConfig:
-    """`data`, whose default tokenizer is that of the model which is trained on it, where neither
-    names one.
+    """Returns `data` with the tokenizer of the model that is trained on it as its default.
+
+    A default tokenizer that `data` names stays.
     """
     if data.default_tokenizer is not None or (
         data.tokenize is not None and data.tokenize.default_tokenizer is not None
@@ -221,8 +230,12 @@ def with_tokenizer_of(data: PipelineConfig, model: PretrainedConfig) -> Pipeline
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Data that is tokenized, planned and saved: pipelines that end before load(), and what became
-    of their rows.
+    """Data that is tokenized, planned and saved.
+
+    Args:
+        data: The pipeline of the training data, which ends before load().
+        held_out: The pipelines of the held-out data by name.
+        report: What became of their rows.
     """
 
     data: Pipeline
@@ -237,7 +250,7 @@ def chains(
     progress: ProgressListener = silent,
     save: bool = True,
 ) -> tuple[Pipeline, dict[str, Pipeline]]:
-    """The chain of `data`, and those of the held-out configs, completed from it."""
+    """Returns the chain of `data`, and those of the held-out configs, completed from it."""
     pipeline = chain(data, progress=progress, save=save)
     config = settings_of(pipeline.get_context())
     others: dict[str, Pipeline] = {}
@@ -254,10 +267,15 @@ def prepare_data(
     progress: ProgressListener = silent,
     check: Callable[[Pipeline, Mapping[str, Pipeline]], None] | None = None,
 ) -> Prepared:
-    """Tokenizes, plans and saves what the configs describe; loads nothing onto a device and needs
-    no jax.
+    """Tokenizes, plans and saves what the configs describe.
 
-    check: sees the chains before any row is read, and raises where there is no need to.
+    It loads nothing onto a device and needs no jax.
+
+    Args:
+        data: The config of the training data.
+        held_out: The configs of held-out data by name.
+        progress: Is called as the work goes on.
+        check: Is called with the chains before any row is read; raises to stop there.
     """
     pipeline, others = chains(data, held_out, progress=progress)
     if check is not None:
@@ -277,7 +295,9 @@ def prepare_data(
 
 @contextlib.contextmanager
 def _naming_files(config: PipelineConfig) -> Generator[None]:
-    """A SourceError that names a dataset, but no file of it, gets a note of what it reads."""
+    """Adds what a dataset reads, as a note, to a SourceError that names the dataset but no file of
+    it.
+    """
     try:
         yield
     except SourceError as error:
@@ -289,8 +309,11 @@ def _naming_files(config: PipelineConfig) -> Generator[None]:
 
 @contextlib.contextmanager
 def placed(at: str) -> Generator[None]:
-    """Has errors name the keys of a PipelineConfig as the file does in which it stands under `at`:
-    `data.mix.weights` and not `mix.weights`. "": it is the whole file.
+    """Makes errors name the keys of a PipelineConfig as the file does in which it stands under
+    `at`.
+
+    An error then says `data.mix.weights` and not `mix.weights`. An empty `at` means that the config
+    is the whole file.
     """
     try:
         yield
@@ -307,7 +330,11 @@ FROM_DATA = {"from", "fraction", "seed", "load"}
 
 
 def _check_held_out(at: str, entry: Settings) -> None:
-    """Raises ConfigError where `entry` is no hold-out of the data."""
+    """Checks that `entry` is a hold-out of the data.
+
+    Raises:
+        ConfigError: It is not.
+    """
     for key in entry:
         require(
             key in FROM_DATA,
@@ -332,9 +359,13 @@ def _check_held_out(at: str, entry: Settings) -> None:
 
 
 def with_hold_outs(values: Settings) -> JsonObject:
-    """The values of a run config with `eval: {name: {from: data, fraction, seed}}` written out: the
-    datasets of `data` (a config or its values) on both sides, each with `hold_out`. Raises
-    ConfigError for other keys beside `from`.
+    """Returns the values of a run config with `eval: {name: {from: data, ...}}` written out.
+
+    The datasets of `data` (a config or its values) then stand on both sides, each with `hold_out`.
+
+    Raises:
+        ConfigError: Two entries hold out rows, other keys stand beside `from`, or a dataset has
+            `hold_out` already.
     """
     entries = values.get("eval") if isinstance(values.get("eval"), Mapping) else {}
     held = {
@@ -385,12 +416,12 @@ def with_hold_outs(values: Settings) -> JsonObject:
 
 
 def _of(given: Any, option: str) -> Any:
-    """An option of a config, or of the values of one."""
+    """Returns an option of a config, or of the values of one."""
     return given.get(option) if isinstance(given, Mapping) else getattr(given, option, None)
 
 
 def _with(given: Any, **changes: Any) -> Any:
-    """The same with changes; of values, None takes a key away."""
+    """Returns a config or its values with changes; in values, None takes a key away."""
     if not isinstance(given, Mapping):
         return dataclasses.replace(given, **changes)
     return {
@@ -401,8 +432,9 @@ def _with(given: Any, **changes: Any) -> Any:
 
 
 def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> None:
-    """Warns of each held-out entry that reads files which training reads too, and does not keep its
-    rows apart.
+    """Warns of each held-out entry whose rows are trained on too.
+
+    These are entries that read files which training reads too, and do not keep their rows apart.
     """
     sides = {name: dataset.hold_out for name, dataset in datasets_of(data.get_context()).items()}
     trained = {
@@ -424,7 +456,7 @@ def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> No
                     and (apart.fraction, apart.seed) == (other.fraction, other.seed)
                     and apart.held != other.held
                 )
-                # rows in memory have the name of their dataset
+                # Rows in memory have the name of their dataset, so their names say nothing.
                 if shard.name in trained and not kept and shard.name != name:
                     log.warning(
                         "eval.%s: its rows of %s are trained on too, so its loss says little of "
@@ -446,9 +478,12 @@ def warn_of_fewer_rows(at: str, pipeline: Pipeline) -> None:
 
 
 def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> PipelineConfig:
-    """The held-out config `name`, with what it leaves out of seed, cache_dir (and cache),
-    default_tokenizer, tokenize and pack taken from `data`. Several datasets are read to their ends,
-    each document once, where it does not say how they are mixed."""
+    """Returns the held-out config `name`, completed from `data`.
+
+    seed, cache_dir (and cache), default_tokenizer, tokenize and pack are taken from `data` where it
+    leaves them out. Several datasets are read to their ends, each document once, where it does not
+    say how they are mixed.
+    """
     fields = (
         "seed",
         "cache_dir",

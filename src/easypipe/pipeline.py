@@ -71,11 +71,10 @@ class _Step(NamedTuple):
 
 
 class Pipeline:
-    """A chain of stages. Calling one opens files and checks configs, it moves no rows; `build()`
-    does.
+    """A chain of stages. A stage call opens files and checks configs; only `build()` moves rows.
 
     The chain is one tuple that stage calls replace; everything in it is frozen, so `copy()` is free
-    and copies go their own ways.
+    and copies are independent.
     """
 
     __slots__ = ("__weakref__", "_context", "_plan", "_reminder")
@@ -83,10 +82,18 @@ class Pipeline:
     def __init__(
         self, config: PipelineConfig | Settings, *, progress: ProgressListener = silent
     ) -> None:
-        """Raises ConfigError naming the first of `config.validate()`; the others are its notes."""
+        """Begins a chain.
+
+        Args:
+            config: A PipelineConfig, or the same as a dict.
+            progress: Is called as the work goes on.
+
+        Raises:
+            ConfigError: The first of `config.validate()`; the others are its notes.
+        """
         if not isinstance(config, PipelineConfig):
             config = from_dict(PipelineConfig, config)
-        # source() may be given some
+        # a config without datasets is no problem here: source() may be given some
         problems = [problem for problem in config.problems() if problem.at != "datasets"]
         if problems:
             for other in problems[1:]:
@@ -116,15 +123,21 @@ class Pipeline:
         *,
         progress: ProgressListener = silent,
     ) -> Self:
-        """config: a PipelineConfig, the same as a dict, or the path of a YAML file. progress:
-        called as the work goes on.
+        """Makes a Pipeline.
+
+        Args:
+            config: A PipelineConfig, the same as a dict, or the path of a YAML file.
+            progress: Is called as the work goes on.
+
+        Raises:
+            ConfigError: The config is wrong; the message names the key.
         """
         if isinstance(config, str | Path):
             config = load_yaml(config)
         return cls(config, progress=progress)
 
     def copy(self) -> Self:
-        """A pipeline with the same chain; what either adds from here on is its own."""
+        """Returns a pipeline with the same chain; what either adds from here on is its own."""
         twin = object.__new__(type(self))
         twin._context, twin._plan, twin._reminder = self._context, self._plan, None
         return twin
@@ -135,6 +148,9 @@ class Pipeline:
         Args:
             data: Whatever `DatasetConfig.data_files` takes, or a DatasetConfig; several as a dict
                 by name, one alone is named by its place.
+
+        Raises:
+            StageOrderError: source() was called already.
         """
         if any(not _is_own(step.stage) for step in self._plan):
             raise StageOrderError(
@@ -151,8 +167,14 @@ class Pipeline:
         transform: Transform | Sequence[Transform],
         datasets: str | Sequence[str] | None = None,
     ) -> Self:
-        """Columns and rows of text changed by easypipe.transforms, between source() and tokenize().
-        datasets: which; None means all.
+        """Changes columns and rows of text by easypipe.transforms, between source() and tokenize().
+
+        Args:
+            transform: One transform, or several in order.
+            datasets: The datasets to change; None means all.
+
+        Raises:
+            StageOrderError: tokenize(), mix() or pack() was called already.
         """
         stage = TransformStage(transform, datasets)
         late = next(
@@ -172,18 +194,18 @@ class Pipeline:
         return self._add(stage)
 
     def tokenize(self, config: TokenizeStageConfig | Settings | None = None) -> Self:
-        """Text to token ids, by the dataset's tokenizer, the stage's, or the pipeline's."""
+        """Turns text into token ids, by the dataset's tokenizer, the stage's, or the pipeline's."""
         return self._add(TokenizeStage(self._choose(config, TokenizeStageConfig, "tokenize")))
 
     def mix(self, config: MixStageConfig | Settings | None = None) -> Self:
-        """All datasets become one, named "mixed"."""
+        """Mixes all datasets into one, named "mixed"."""
         chosen = self._choose(config, MixStageConfig, "mix")
         if self._plan:
             chosen.check_names(list(self._plan[-1].data))
         return self._add(MixStage(chosen))
 
     def pack(self, config: PackStageConfig | Settings | None = None) -> Self:
-        """Documents to rows of `seq_length` tokens."""
+        """Packs documents into rows of `seq_length` tokens."""
         chosen = self._choose(config, PackStageConfig, "pack")
         self._cut_for(chosen)
         return self._add(PackStage(chosen))
@@ -201,8 +223,12 @@ class Pipeline:
         return self._add(LoadStage(self._choose(config, LoadStageConfig, "load")))
 
     def add_stage(self, stage: BaseStage) -> Self:
-        """Adds a stage of one's own. The first of a chain is given {} and brings its own
-        sources.
+        """Adds a stage of the user's own.
+
+        The first stage of a chain is given {} and brings its own sources.
+
+        Raises:
+            ConfigError: `stage` is not a BaseStage.
         """
         if not isinstance(stage, BaseStage):
             raise ConfigError(
@@ -213,7 +239,7 @@ class Pipeline:
         return self._add(stage)
 
     def get_data(self) -> Sources:
-        """The sources by name, as the chain stands; {} before `source()`."""
+        """Returns the sources by name, as the chain stands; {} before `source()`."""
         return dict(self._plan[-1].data) if self._plan else {}
 
     def get_context(self) -> PipelineContext:
@@ -227,11 +253,14 @@ class Pipeline:
         return [step.stage.name for step in self._plan]
 
     def build(self) -> Any:
-        """Does what the chain says: writes every `save()`, then returns the Loader where there is a
-        `load()`, else the SaveReport.
+        """Writes every `save()` of the chain and opens its `load()`.
 
-        Raises StageOrderError where there is neither, or where several datasets stand unmixed
-        before `load()`.
+        Returns:
+            The Loader where there is a `load()`, else the SaveReport.
+
+        Raises:
+            StageOrderError: There is neither `save()` nor `load()`, or several datasets stand
+                unmixed before `load()`.
         """
         saves = [step for step in self._plan if isinstance(step.stage, SaveStage)]
         last = self._last_step()
@@ -253,26 +282,36 @@ class Pipeline:
         return tuple(step.stage for step in self._plan)
 
     def pending(self) -> dict[str, tuple[int, int]]:
-        """(ranges of rows that are not tokenized yet, all ranges) of every dataset that tokenize()
-        has made. Reads no text.
+        """Returns how much of every dataset that tokenize() has made is not tokenized yet.
+
+        It reads no text.
+
+        Returns:
+            By dataset, (ranges of rows that are not tokenized yet, all ranges).
+
+        Raises:
+            ConfigError: The config says streaming.
         """
         self._require_cache()
         waiting = {name: source.writer.missing() for name, source in self.tokenized().items()}
         return {name: (len(missing), total) for name, (missing, total) in waiting.items()}
 
     def prepared(self) -> bool:
-        """Whether every token cache of the chain stands, or it needs none: rows that were saved,
-        streaming. Reads no text.
+        """Returns whether every token cache of the chain stands, or the chain needs none.
+
+        Rows that were saved, and streaming, need none. It reads no text.
         """
         last = self._last_step()
         return self._config.streaming or all(map(is_prepared, last.data.values()))
 
     def prepare(self) -> None:
-        """Tokenizes what is not tokenized yet and plans what the chain describes, so that building
-        it opens at once. Writes nothing but the token caches and the plan; what is there already is
-        used again.
+        """Tokenizes what is not tokenized yet and plans what the chain describes.
 
-        Raises ConfigError in streaming, which keeps neither.
+        Building the chain then opens at once. It writes nothing but the token caches and the plan;
+        what is there already is used again.
+
+        Raises:
+            ConfigError: The config says streaming, which keeps neither.
         """
         last = self._last_step()
         self._require_cache()
@@ -281,10 +320,16 @@ class Pipeline:
         prepare_sources(last.data, self._context, epochs)
 
     def prepare_part(self, number: int, count: int) -> int:
-        """Tokenizes part `number` (from 0) of `count` and nothing else, for jobs on machines that
-        share cache_dir. Returns its rows.
+        """Tokenizes part `number` (from 0) of `count` and nothing else.
 
-        Whoever builds the pipeline afterwards finds the parts done, and tokenizes what nobody did.
+        This is for jobs on machines that share cache_dir. A later build of the pipeline finds the
+        parts done, and tokenizes what no job did.
+
+        Returns:
+            The rows of the part.
+
+        Raises:
+            ConfigError: There is no such part, or the config says streaming.
         """
         require(
             0 <= number < count,
@@ -301,7 +346,7 @@ class Pipeline:
         return rows
 
     def tokenized(self) -> dict[str, TokenizedShardedSource]:
-        """What the last tokenize() tokenizes."""
+        """Returns the sources that the last tokenize() tokenizes, by dataset."""
         self._last_step()
         data = next(
             (step.data for step in reversed(self._plan) if isinstance(step.stage, TokenizeStage)),
@@ -311,7 +356,7 @@ class Pipeline:
         return {name: source for name, source in found.items() if source is not None}
 
     def _chain(self, last: BaseStage) -> tuple[BaseStage, ...]:
-        """The stages up to `last`, without source(), of which the config tells."""
+        """Returns the stages up to `last`, without source(), which follows from the config."""
         return tuple(
             stage
             for stage in self.stages[: self.stages.index(last) + 1]
@@ -324,7 +369,7 @@ class Pipeline:
             self._reminder = None
 
     def _spread(self) -> None:
-        """Has other machines tokenize, where the config says so."""
+        """Tokenizes on other machines where the config says so."""
         sources = {
             name: source.writer
             for name, source in self.tokenized().items()
@@ -340,7 +385,11 @@ class Pipeline:
         )
 
     def loader(self) -> Loader:
-        """What `build()` returns after `load()`, with nothing saved."""
+        """Returns what `build()` returns after `load()`, with nothing saved.
+
+        Raises:
+            StageOrderError: load() was not called, or several datasets stand unmixed.
+        """
         last = self._last_step()
         self._spread()
         if not isinstance(last.stage, LoadStage):
@@ -349,11 +398,13 @@ class Pipeline:
         return last.stage.open(name, source, self._context)
 
     def as_grain(self) -> Any:
-        """A `grain.MapDataset` of the chain's rows, or behind `load()` of its batches: by number,
-        as NumPy arrays, in the plan's order.
+        """Returns a `grain.MapDataset` of the chain's rows, or behind `load()` of its batches.
 
-        Needs the extra `[grain]`. Raises ConfigError where there is no end;
-        `interop.grain.LoaderDataset` iterates over that too.
+        They are taken by number, as NumPy arrays, in the plan's order. It needs the extra
+        `[grain]`.
+
+        Raises:
+            ConfigError: There is no end; `interop.grain.LoaderDataset` iterates over that too.
         """
         from easypipe.interop.grain import BatchesByNumber, RowsByNumber, map_dataset
 
@@ -362,8 +413,9 @@ class Pipeline:
         return map_dataset(RowsByNumber(self.copy().load(LoadStageConfig(batch_size=1)).loader()))
 
     def write(self) -> SaveReport:
-        """Prepares all data and writes every `save()`, without a loader. The report's ledger
-        reaches to the end of the chain.
+        """Prepares all data and writes every `save()`, without a loader.
+
+        The report's ledger reaches to the end of the chain.
         """
         last = self._last_step()
         self._spread()
@@ -392,7 +444,7 @@ class Pipeline:
                         progress=self._context.progress,
                     )
                 )
-        # streaming has the loader's, while it reads
+        # in streaming the loader keeps the ledger, while it reads
         books = Ledger() if self._config.streaming else self.ledger()
         for folder in folders:
             folder.enter(books)
@@ -411,14 +463,22 @@ class Pipeline:
         by_step: bool = False,
         begin: tuple[int, int] = (0, 0),
     ) -> PlanReport:
-        """What a run over this chain would do: steps, shares, epochs, fill, what is dropped and
-        why, disk. From lengths; reads no tokens.
+        """Returns what a run over this chain would do: steps, shares, epochs, fill, drops, disk.
 
-        steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized
-        yet (`report.prepared` names it); False raises CacheError there. by_step: also what each
-        part of the run draws of each dataset. begin: the step and the row at which a run goes on
-        with this chain, of which the steps before are not counted. Batches are those of `load()`,
-        or of the config's `load` where the chain has no load() yet.
+        It is computed from lengths and reads no tokens. Batches are those of `load()`, or of the
+        config's `load` where the chain has no load() yet.
+
+        Args:
+            steps: The steps of the run; None takes what the data gives.
+            prepare: Tokenizes what is not tokenized yet (`report.prepared` names it); False raises
+                CacheError there.
+            by_step: Also tells what each part of the run draws of each dataset.
+            begin: The step and the row at which a run goes on with this chain; steps before are not
+                counted.
+
+        Raises:
+            CacheError: Something is not tokenized, and `prepare` is False.
+            StageOrderError: Several datasets stand unmixed.
         """
         last, context = self._last_step(), self._context
         [(name, source)] = self._only(last).items()
@@ -434,15 +494,22 @@ class Pipeline:
         return plan_report(name, source, load, context, asked)
 
     def repair(self, path: str | Path) -> tuple[Verification, ...]:
-        """Makes again what is broken of a token cache or saved folder that this chain makes;
-        returns what verifying it says afterwards.
+        """Makes anew what is broken of a token cache or saved folder that this chain makes.
+
+        Returns:
+            What verifying it says afterwards.
         """
         self._build_is_under_way()
         return repair(path, [(step.stage, step.data) for step in self._plan], self._context)
 
     def ledger(self) -> Ledger:
-        """Where every row and token went, up to the last stage. Prepares what is not prepared yet.
-        Raises LedgerError on a leak.
+        """Returns where every row and token went, up to the last stage.
+
+        It prepares what is not prepared yet.
+
+        Raises:
+            LedgerError: The balances leak.
+            ConfigError: The config says streaming.
         """
         last, books = self._last_step(), Ledger()
         self._require_cache()
@@ -488,9 +555,11 @@ class Pipeline:
         return self
 
     def _cut_for(self, pack: PackStageConfig) -> None:
-        """Has tokenize() cut conversations for the rows of `pack`, where it was told of others.
-        Stages move no rows, so those since then are added anew; one of the user's own is not run
-        twice."""
+        """Makes tokenize() cut conversations for the rows of `pack`, where it cuts for others.
+
+        Stages move no rows, so those since then are added anew; a stage of the user's own is not
+        run twice.
+        """
         at = max(
             (i for i, step in enumerate(self._plan) if isinstance(step.stage, TokenizeStage)),
             default=len(self._plan),
@@ -511,7 +580,12 @@ class Pipeline:
             self._add(step.stage)
 
     def _sources(self, stage: BaseStage, made: Any) -> Sources:
-        """What a stage of the user's made, each a source that every stage knows how to read."""
+        """Returns what a stage of the user's made, each source in a form that every stage can read.
+
+        Raises:
+            ConfigError: The stage did not return a dict of sources.
+            StageOrderError: It is the first stage and returned no source.
+        """
         require(
             isinstance(made, Mapping),
             "add_stage",
@@ -529,13 +603,18 @@ class Pipeline:
             "folder": context.cache_dir / "indexes",
         }
         for name, source in made.items():
-            if not is_dataset_object(source):  # rows may be many: written out only where refused
+            # Rows may be many, so a source is written out only where it is refused.
+            if not is_dataset_object(source):
                 problem = f"stage {stage.name!r} gave {source!r:.80} for {name!r}"
                 raise ConfigError(at="add_stage", problem=problem, fix="Return {name: source}.")
         return {name: open_object(source, name=name, **options) for name, source in made.items()}
 
     def _last_step(self) -> _Step:
-        """Raises StageOrderError where there is none."""
+        """Returns the last step of the chain.
+
+        Raises:
+            StageOrderError: The chain is empty.
+        """
         if not self._plan:
             raise StageOrderError(at="", problem="Call source() before other pipeline stages")
         return self._plan[-1]
@@ -560,8 +639,9 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class _Remade:
-    """A pipeline up to tokenize(), made again in another process: what travels is its description,
-    not its open files.
+    """A pipeline up to tokenize(), made again in another process.
+
+    Its description travels, not its open files.
     """
 
     config: PipelineConfig
@@ -589,13 +669,15 @@ HOUSE = (SourceStage, TransformStage, TokenizeStage, MixStage, PackStage, SaveSt
 
 
 def _is_own(stage: BaseStage) -> bool:
-    """Whether a stage is the user's."""
+    """Returns whether a stage is the user's own."""
     return not isinstance(stage, HOUSE)
 
 
 def _with(config: PipelineConfig, data: Any) -> PipelineConfig:
-    """The config with the datasets that source() is given. Raises ConfigError for a name that is
-    there already.
+    """Returns the config with the datasets that source() is given.
+
+    Raises:
+        ConfigError: A name is there already, or a dataset is wrong.
     """
     given = (
         data
@@ -624,7 +706,7 @@ def create_pipeline(
     progress: ProgressListener = silent,
     **options: Any,
 ) -> Pipeline:
-    """A Pipeline over `datasets`; `options` are the other fields of PipelineConfig."""
+    """Returns a Pipeline over `datasets`; `options` are the other fields of PipelineConfig."""
     values = {"datasets": list(datasets), "default_tokenizer": default_tokenizer, **options}
     return Pipeline(from_dict(PipelineConfig, values), progress=progress)
 

@@ -82,8 +82,10 @@ class RunConfig:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-        """A YAML file, with `key.path=value` overrides. Raises ConfigError naming the key path of
-        what is wrong.
+        """Reads a YAML file, with `key.path=value` overrides.
+
+        Raises:
+            ConfigError: The message names the key path of what is wrong.
         """
         values = file_values(path, overrides)
         require(
@@ -98,7 +100,7 @@ class RunConfig:
     written_out = staticmethod(with_hold_outs)
 
     def check(self) -> None:
-        """Tells the data what `train` says of batches and passes, and `train` what the data says of
+        """Gives the data what `train` says of batches and passes, and `train` the data's
         micro-batches.
         """
         load = self.data.load or LoadStageConfig()
@@ -117,8 +119,9 @@ def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> Prepared:
     """Tokenizes and plans all data of the run, held-out data too, and saves where the config says
     so.
 
-    Raises what preparing raises, and, before a row is read, what `train` would raise here for what
-    can be known without: see `refuse`.
+    Raises:
+        EasypipeError: What preparing raises, and, before a row is read, what `train` would raise
+            here as far as that is known without rows: see `refuse`.
     """
     _check_mesh(run)
     initialize(run.train.distributed)
@@ -137,9 +140,11 @@ def refuse(
     evals: Mapping[str, BatchLoader] | None = None,
     **options: Any,
 ) -> None:
-    """Raises what training `model` on these chains would raise on this machine: for mesh, model,
-    adapters, optimizer, callbacks, tokenizers and the newest checkpoint. Reads no row and makes no
-    array. evals: held-out loaders besides. options: of the Trainer.
+    """Raises what training `model` on these chains would raise on this machine.
+
+    It checks mesh, model, adapters, optimizer, callbacks, tokenizers and the newest checkpoint; it
+    reads no row and makes no array. `evals` are further held-out loaders, `options` those of the
+    Trainer.
     """
     never = run.data.endless
     require(
@@ -191,10 +196,17 @@ def train(
     listener: TrainListener = null_listener,
 ) -> TrainResult:
     """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one.
-    The ledger of the data lies there too.
 
-    prepared: what `prepare(run)` gave; None prepares what is not prepared. Raises what preparing
-    raises, and what `Trainer.run` raises.
+    The ledger of the data lies in that folder too.
+
+    Args:
+        run: The config of the run.
+        prepared: What `prepare(run)` gave; None prepares what is not prepared.
+        progress: Is called as the data is prepared.
+        listener: Is called with the events of training.
+
+    Raises:
+        EasypipeError: What preparing raises, and what `Trainer.run` raises.
     """
     inputs = inputs_of(run, prepared, progress=progress)
     resolved = dataclasses.replace(inputs.run, model=with_vocabulary(run.model, inputs.tokens))
@@ -215,7 +227,10 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The loaders that a run's data come to. run: with the seed that its data has."""
+    """The loaders of a run's data, and what training needs beside them.
+
+    `run` has the seed of its data set.
+    """
 
     run: RunConfig
     prepared: Prepared
@@ -226,12 +241,15 @@ class Inputs:
     turns: Turns | None
 
     def around(self, training: Callable[[], TrainResult], *, writes: bool) -> TrainResult:
-        """What `training` gives; what became of the data is written into the run's folder before it
-        and after it.
+        """Calls `training` and returns its result.
+
+        What became of the data is written into the run's folder before it and after it, where
+        `writes` says so.
         """
         folder, data = Path(os.path.expanduser(self.run.train.output_dir)), self.run.data
         if writes:
-            with locks.training(folder):  # before a ledger of other data takes its place
+            # The lock is taken before the ledger of other data could be replaced.
+            with locks.training(folder):
                 write_kept(folder / LEDGER, self.prepared.report.ledger.to_json())
         drawn = writes and not data.streaming and len(data.datasets) > 1
         try:
@@ -245,7 +263,7 @@ class Inputs:
         return result
 
     def passes(self) -> Passes:
-        """All data of the run, each row once."""
+        """Returns all data of the run, each row once, for a reference model."""
         load = self.run.data.load or LoadStageConfig()
         data = [(self.prepared.data, load)] + [
             (pipeline, self.run.eval[name].load or load)
@@ -258,7 +276,10 @@ class Inputs:
         return Passes(loaders, self.prepared.data.get_context().cache_dir / "reference")
 
     def _write_plan(self, folder: Path, steps: int) -> None:
-        """What was drawn in `steps`: counted behind them, since a plan is scanned as it is read."""
+        """Writes what was drawn in `steps`.
+
+        It is counted behind them, since a plan is scanned as it is read.
+        """
         data = self.prepared.data.copy().load(host_load(self.run.data))
         drawn = plan_of_run(folder, data, steps, prepare=False, by_step=True)
         write_kept(folder / PLAN, drawn.to_json())
@@ -275,11 +296,18 @@ def inputs_of(
     mesh: Any = None,
     **trainer: Any,
 ) -> Inputs:
-    """Prepares what is not prepared, and makes loaders on the mesh of `run.train`. Raises what
-    preparing raises, and what `refuse` raises.
+    """Prepares what is not prepared, and makes loaders on the mesh of `run.train`.
 
-    model: what is trained on them; None: that of `run`. mesh: None makes that of `run.train`.
-    trainer: its other options.
+    Args:
+        run: The config of the run.
+        prepared: What `prepare(run)` gave.
+        progress: Is called as the data is prepared.
+        model: The model that is trained on the loaders; None takes that of `run`.
+        mesh: The mesh; None makes that of `run.train`.
+        trainer: Other options of the Trainer.
+
+    Raises:
+        EasypipeError: What preparing raises, and what `refuse` raises.
     """
     _check_mesh(run)
     initialize(run.train.distributed)
@@ -308,12 +336,16 @@ def inputs_of(
 
 
 def plan_on(run: RunConfig, topology: str | Topology) -> StepPlan:
-    """What the training step of `run` would need of devices, also of those that are not here, such
-    as "v5p:4x4x4": compiled for them, never run.
+    """Returns what the training step of `run` would need of devices, also of those that are not
+    here.
 
-    Reads no data: of the tokenizer only its vocabulary, where model.vocab_size is left out. Rows
-    are as long as data.pack.seq_length, or as the longest that data.tokenize.max_length lets be.
-    Raises what plan_step raises, and ConfigError where neither is set.
+    The step is compiled for the devices, such as "v5p:4x4x4", and never run. It reads no data: of
+    the tokenizer only its vocabulary, where model.vocab_size is left out. Rows are as long as
+    data.pack.seq_length, or as the longest that data.tokenize.max_length allows.
+
+    Raises:
+        ConfigError: Neither of the two lengths is set.
+        EasypipeError: What plan_step raises.
     """
     _check_mesh(run)
     data, load = run.data, run.data.load or LoadStageConfig()
@@ -349,7 +381,11 @@ def _tokenizer(data: PipelineConfig) -> Tokenizer:
 
 
 def tokens_of(pipeline: Pipeline) -> TokenInfo:
-    """Whose tokens come out of a pipeline. Raises ConfigError where nobody knows."""
+    """Returns which tokenizer made the tokens of a pipeline.
+
+    Raises:
+        ConfigError: The tokenizer is not known.
+    """
     for source in pipeline.get_data().values():
         info = token_info(source)
         if info is not None:
@@ -362,7 +398,11 @@ def tokens_of(pipeline: Pipeline) -> TokenInfo:
 
 
 def _check_data(run: RunConfig, data: Pipeline, held_out: Mapping[str, Pipeline]) -> TokenInfo:
-    """Whose tokens these are. Raises ConfigError for what this run cannot train on."""
+    """Returns which tokenizer made the tokens of the run.
+
+    Raises:
+        ConfigError: This run cannot train on the data.
+    """
     _check_pairs(run, "data", data)
     info = tokens_of(data)
     for name, pipeline in held_out.items():
@@ -372,10 +412,13 @@ def _check_data(run: RunConfig, data: Pipeline, held_out: Mapping[str, Pipeline]
 
 
 def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
-    """Raises ConfigError for pairs of answers whose tokens would be trained one after the other,
-    and for a preference without pairs.
+    """Checks that pairs of answers meet a preference, and a preference meets pairs.
 
-    Rows that were saved packed do not tell.
+    Without a preference the answers of a pair would be trained one after the other. Rows that were
+    saved packed do not tell whether they hold pairs.
+
+    Raises:
+        ConfigError: Data and preference do not fit.
     """
     for source in pipeline.get_data().values():
         paired = holds_pairs(source)
@@ -421,14 +464,15 @@ def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any, **changes: 
 
 
 def _known_loader(pipeline: Pipeline, options: LoadStageConfig) -> Loader | None:
-    """The loader of a chain, to ask what data it reads; None where that would have to be prepared
-    first.
+    """Returns the loader of a chain, to ask what data it reads.
+
+    It is None where the chain would have to be prepared first.
     """
     return _loader(pipeline, options, None) if pipeline.prepared() else None
 
 
 def _held_out(options: LoadStageConfig) -> LoadStageConfig:
-    """Every row once, in batches of one shape."""
+    """Returns options that read every row once, in batches of one shape."""
     once: Arguments = {"num_epochs": 1, "drop_last": False, "shuffle_buffer_size": None}
     return dataclasses.replace(options, accumulation_steps=1, batch_size_schedule=(), **once)
 
@@ -452,8 +496,11 @@ def _check_mesh(run: RunConfig) -> None:
 def with_vocabulary(
     model: ModelConfig | PretrainedConfig, info: TokenInfo
 ) -> ModelConfig | PretrainedConfig:
-    """`model` with a vocabulary for these tokens, or at its commit. Raises ConfigError where its
-    own is too small.
+    """Returns `model` with a vocabulary for these tokens; a pretrained one at its commit.
+
+    Raises:
+        ConfigError: The vocabulary of the model is too small, or its added tokens are not the
+            data's.
     """
     if isinstance(model, PretrainedConfig):
         found = find_pretrained(model)
@@ -479,7 +526,11 @@ def with_vocabulary(
 
 
 def check_vocabulary(at: str, model: ModelConfig, info: TokenInfo, fix: str) -> None:
-    """Raises ConfigError for more tokens than the model has; it may have more (many are padded)."""
+    """Checks that the model has all tokens; it may have more (many vocabularies are padded).
+
+    Raises:
+        ConfigError: There are more tokens than the model has.
+    """
     if model.vocabulary < info.vocab_size:
         problem = (
             f"{model.vocabulary}, but the tokenizer {info.tokenizer!r} has {info.vocab_size} tokens"
@@ -502,8 +553,11 @@ def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
 
 
 def _completed(run: RunConfig) -> RunConfig:
-    """A run without a data seed takes the one that its folder records, so that it goes on with the
-    batches it began with; one whose data names no tokenizer takes that of its published model."""
+    """Returns the run with what its folder and its model know of its data.
+
+    A run without a data seed takes the one that its folder records, so that it goes on with the
+    batches it began with. A run whose data names no tokenizer takes that of its published model.
+    """
     if isinstance(run.model, PretrainedConfig):
         run = dataclasses.replace(run, data=with_tokenizer_of(run.data, run.model))
     if run.data.seed is not None:
@@ -515,6 +569,6 @@ def _completed(run: RunConfig) -> RunConfig:
             seed,
             run.train.output_dir,
         )
-    elif (seed := shared_seed()) is None:  # one process draws its own, several the same
+    elif (seed := shared_seed()) is None:  # one process draws its own seed, several share one
         return run
     return dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed))
