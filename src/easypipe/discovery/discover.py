@@ -1,7 +1,7 @@
-"""`discover`: what is in a dataset, before anybody describes it: splits, columns, rows, their kind.
+"""`discover`: finds out what is in a dataset: its splits, columns, rows, and their kind.
 
-Reads little and bounded, however large the dataset is: footers of parquet and Arrow, the first
-megabyte of files of lines, what a Hub dataset's card says.
+It reads little and bounded, however large the dataset is: footers of parquet and Arrow, the first
+megabytes of files of lines, what a Hub dataset's card says.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from easypipe.stages.source.config import DatasetConfig, is_hub, is_object
 from easypipe.stages.source.stage import READERS
 
 DataFiles = Any  # whatever DatasetConfig.data_files takes
-PARTS = 24  # that are looked into; those of a Hub dataset that follow are listed
+PARTS = 24  # so many parts are looked into; further ones are listed
 
 Type = Literal[
     "json",
@@ -87,9 +87,9 @@ def discover(
         count: Count the rows of files of lines by reading them; cache_dir keeps their indexes.
 
     Raises:
-        MissingFileError: If nothing is there.
-        SourceError: If nothing can be read.
-        ConfigError: For options that conflict.
+        MissingFileError: There is nothing at `data`.
+        SourceError: Nothing can be read.
+        ConfigError: Options conflict.
     """
     require(sample_rows >= 0, "sample_rows", f"{sample_rows} rows", "Give 0 or more.")
     if split is not None and parse_split(split)[1] is not None:
@@ -124,7 +124,11 @@ def discover(
 
 
 def _inspect(found: Iterable[Candidate], look: Look) -> tuple[list[Part], list[str]]:
-    """The parts, and notes about files that cannot be read. Raises SourceError where none can."""
+    """Returns the parts, and notes about files that cannot be read.
+
+    Raises:
+        SourceError: No file can be read.
+    """
     parts: list[Part] = []
     notes: list[str] = []
     broken: list[SourceError] = []
@@ -189,8 +193,9 @@ def _of_split(
 def _in_files(
     data: str | list[str], kind: str | None, look: Look
 ) -> tuple[list[Candidate], list[str]]:
-    """What stands in paths, globs, folders and URLs: files by format and by the split that their
-    names speak of.
+    """Finds what stands in paths, globs, folders and URLs.
+
+    Files are grouped by format and by the split that their names speak of.
     """
     reads: Settings = {"data_files": data}
     reads = {**reads, "storage_options": look.storage} if look.storage else reads

@@ -16,14 +16,16 @@ from easypipe.core.visible import bytes_text, visible
 from easypipe.discovery.proposal import Proposal, propose, try_rows
 from easypipe.transforms.columns.kinds import Kind
 
-SHOWN = 160  # characters of a value, in a report
-SHOWN_TYPE = 60  # of a type
-SHOWN_FILES = 4
+SHOWN = 160  # characters of a value that a report shows
+SHOWN_TYPE = 60  # characters of a type
+SHOWN_FILES = 4  # files of a part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """type: as Arrow writes it, in the plain types that the pipeline reads (`large_string` is
+    """A column of a part.
+
+    `type` is written as Arrow does, in the plain types that the pipeline reads (`large_string` is
     text).
     """
 
@@ -33,16 +35,28 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Rows of one shape: a split of a subset, or of several files in a folder those that hold the
-    same kind of rows.
+    """Rows of one shape: a split of a subset, or those files of a folder that hold rows of one
+    kind.
 
-    subset, split: None and `train` where nothing names them. files: their paths; none for rows in
-    memory. num_bytes: at rest; None for rows in memory. num_rows: None where counting would have to
-    read the files; then `cost` says what it would read. rows_from: who says
-    so: `files` (each is one row), `footer`, `index` (of a file that easypipe has read before),
-    `read` (all of it was looked at), `manifest`, `card`, `memory`, `count`. columns: None where the
-    part was listed only. sample: the first rows. notes: what could not be told, and why. because:
-    why the config that is proposed reads the files as it does.
+    Attributes:
+        subset: The configuration of a Hub dataset; None where nothing names one.
+        split: The split; `train` where nothing names one.
+        format: The format of the files.
+        files: Their paths; none for rows in memory.
+        num_bytes: The bytes at rest; None for rows in memory.
+        num_rows: The rows; None where counting would have to read the files.
+        rows_from: Where `num_rows` comes from: `files` (each is one row), `footer`, `index` (of a
+            file that easypipe has read before), `read` (all of it was looked at), `manifest`,
+            `card`, `memory` or `count`.
+        cost: What counting would read, where the rows are not counted.
+        columns: The columns; None where the part was listed only.
+        kind: What kind of rows they are.
+        sample: The first rows.
+        notes: What is not known, and why.
+        because: Why the config that is proposed reads the files as it does.
+        reads: The fields of the DatasetConfig that reads this part, but for its columns.
+        schema: The schema of the rows.
+        rows: All rows that were looked at.
     """
 
     subset: str | None
@@ -58,10 +72,9 @@ class Part:
     sample: tuple[Row, ...] = ()
     notes: tuple[str, ...] = ()
     because: tuple[str, ...] = ()
-    # fields of the DatasetConfig that reads this part, but for its columns
     reads: Settings = dataclasses.field(repr=False)
     schema: pa.Schema | None = dataclasses.field(default=None, repr=False)
-    rows: tuple[Row, ...] = dataclasses.field(default=(), repr=False)  # all that were looked at
+    rows: tuple[Row, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def name(self) -> str:
@@ -74,13 +87,19 @@ class Part:
         columns: Mapping[str, str] | None = None,
         roles: Mapping[str, str] | None = None,
     ) -> Proposal:
-        """The config that would read these rows, with the reason for every column; nothing is read
-        by it before you use it.
+        """Returns the config that would read these rows, with the reason for every column.
 
-        kind, columns ({"prompt": "question"}): what you decide; the rest is matched. roles ({"bot":
-        "assistant"}): who speaks, of ShareGPT rows with words of their own for it. Raises
-        ConfigError where two columns fit equally well, naming both, where no kind fits, where a
-        speaker is unknown, and for a kind or column that is not there.
+        It reads nothing; the rows that were looked at are tried.
+
+        Args:
+            kind: The kind of rows, where you decide it; otherwise it is matched.
+            columns: The columns that you decide ({"prompt": "question"}); the rest is matched.
+            roles: Who speaks ({"bot": "assistant"}), for ShareGPT rows with words of their own for
+                it.
+
+        Raises:
+            ConfigError: Two columns fit equally well (both are named), no kind fits, a speaker is
+                unknown, or there is no such kind or column.
         """
         return propose(self, kind=kind, columns=columns, roles=roles)
 
@@ -105,7 +124,12 @@ class Discovery:
         return tuple(dict.fromkeys(part.split for part in self.parts))
 
     def part(self, split: str | None = None, *, subset: str | None = None) -> Part:
-        """The only part, or the one of that name. Raises ConfigError with those there are."""
+        """Returns the only part, or the one of that name.
+
+        Raises:
+            ConfigError: No part, or more than one, has that name; the message lists those there
+                are.
+        """
         found = [
             part
             for part in self.parts
@@ -125,16 +149,18 @@ class Discovery:
         return found[0]
 
     def propose(self, split: str | None = None, **decided: Any) -> Proposal:
-        """`part(split).propose(**decided)`; without a split the training part, where there are
-        several.
+        """Returns `part(split).propose(**decided)`.
+
+        Without a split it is the training part, where there are several.
         """
         if split is None and len(self.parts) > 1 and "train" in self.splits:
             split = "train"
         return self.part(split).propose(**decided)
 
     def to_json(self) -> JsonObject:
-        """Plain dicts, lists and numbers; values of sample rows are cut to a few words, and bytes
-        told by their number.
+        """Returns plain dicts, lists and numbers.
+
+        Values of sample rows are cut to a few words, and bytes are replaced by their number.
         """
         return {
             "source": self.source,
@@ -201,7 +227,9 @@ def _part_json(part: Part) -> JsonObject:
 
 
 def shown_value(value: object) -> JsonValue:
-    """A value for people: long texts cut, bytes told by their number, what JSON does not know as
+    """Returns a value as it is shown.
+
+    Long texts are cut, bytes are replaced by their number, and what JSON does not know becomes
     text.
     """
     if isinstance(value, str):
@@ -219,7 +247,7 @@ def shown_value(value: object) -> JsonValue:
 
 
 def short_type(text: str) -> str:
-    """An Arrow type as people say it."""
+    """Returns an Arrow type in shorter words."""
     text = (
         text.replace("large_string", "text")
         .replace("large_list", "list")

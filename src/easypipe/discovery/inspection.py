@@ -1,4 +1,4 @@
-"""A look at the first rows of some files, and at what their footers and indexes say."""
+"""Inspection of files: looks at their first rows, and at what their footers and indexes say."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from easypipe.sources.schemas import reconcile
 from easypipe.stages.source.text_units import guess_text_unit
 from easypipe.transforms.columns.kinds import guess_kind
 
-# read of each of the first files of a part, where they are files of lines
+# So many bytes are read of each of the first HEADS files of a part, where they are files of lines.
 HEAD_BYTES, HEADS = 4 << 20, 4
-OTHER_HEAD_BYTES = 1 << 16  # read of each other file
-LONG_HEAD_BYTES = 1 << 24  # where no row ends in those
+OTHER_HEAD_BYTES = 1 << 16  # bytes read of each other file
+LONG_HEAD_BYTES = 1 << 24  # bytes read where no row ends in fewer
 LOOKED_AT, LOOKED_AT_REMOTE = 256, 16  # files of a part that are opened
-SAMPLE_ROWS = 64  # from which the kind is told
+SAMPLE_ROWS = 64  # rows from which the kind is guessed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class Candidate:
     """Files that may be one part.
 
     Attributes:
-        reads: Settings of the DatasetConfig that reads them.
+        reads: The settings of the DatasetConfig that reads them.
         ready: Makes a file ready to be read.
-        card_rows: What the card of a Hub dataset says of their number.
-        manifest: Of a saved folder.
-        apart: Files of different kinds are parts of their own.
+        card_rows: The number of their rows that the card of a Hub dataset tells.
+        manifest: The manifest of a saved folder.
+        apart: Whether files of different kinds are parts of their own.
         because: Why `reads` are so, where that was guessed.
     """
 
@@ -62,7 +62,7 @@ class Candidate:
     because: tuple[str, ...] = ()
 
     def part(self, notes: Iterable[str], **found: Any) -> Part:
-        """The part that these files are, with what was found in them."""
+        """Returns the part that these files are, with what was found in them."""
         return Part(
             subset=self.subset,
             split=self.split,
@@ -99,7 +99,7 @@ class Look:
         )
 
     def rows(self, schema: pa.Schema, rows: Sequence[Row]) -> Arguments:
-        """What the first rows say, as fields of a Part."""
+        """Returns what the first rows say, as fields of a Part."""
         schema = without_row_numbers(schema)
         return {
             "columns": tuple(Column(name=field.name, type=str(field.type)) for field in schema),
@@ -112,8 +112,11 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """A file as far as it was looked at. head: a source of that file alone. total: its rows, where
-    they are known.
+    """A file as far as it was looked at.
+
+    Attributes:
+        head: A source of that file alone.
+        total: Its rows, where they are known.
     """
 
     file: FileRef
@@ -126,10 +129,10 @@ class _Opened:
 
 
 def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
-    """The parts that the files make up, and notes about files that could not be read.
+    """Returns the parts that the files make up, and notes about files that could not be read.
 
     Raises:
-        SourceError: None can.
+        SourceError: None of the files can be read.
     """
     most = LOOKED_AT_REMOTE if found.files[0].remote else LOOKED_AT
     if found.card_rows is not None:
@@ -148,8 +151,8 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
     if not opened:
         raise errors[0]
     groups: dict[tuple[str, tuple[str | None, ...]] | None, list[_Opened]] = {}
-    # rows of one kind in the same columns are one dataset, whatever optional columns some files
-    # lack
+    # Rows of one kind in the same columns are one dataset, whatever optional columns some files
+    # lack.
     for one in opened:
         key = None
         if found.apart:
@@ -167,14 +170,14 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
 
 
 def read_paths(files: Sequence[FileRef]) -> Settings:
-    """The field of a DatasetConfig that reads these files."""
+    """Returns the field of a DatasetConfig that reads these files."""
     return {"data_files": files[0].path if len(files) == 1 else [file.path for file in files]}
 
 
 def _open(kind: str, look: Look, file: FileRef, num_bytes: int) -> _Opened | SourceError:
     try:
         head = look.open([file], kind).head(num_bytes)
-        _ = head.schema  # which may be told from the rows
+        _ = head.schema  # finding the schema may read rows, and may fail
         return _Opened(file=file, head=head, total=head.total_rows(0))
     except SourceError as error:
         if num_bytes == LONG_HEAD_BYTES or file.num_bytes <= num_bytes:
@@ -195,7 +198,7 @@ def _part(found: Candidate, group: Sequence[_Opened], look: Look) -> Part:
     if len(found.files) > len(group):
         notes.append(f"{len(group)} of {len(found.files)} files were looked at")
     rows: list[Row] = []
-    for one in group[:HEADS]:  # who speaks may differ from file to file
+    for one in group[:HEADS]:  # the speakers of conversations may differ from file to file
         first, bad = _first_rows(one.head, SAMPLE_ROWS)
         rows, notes = rows + first, notes + bad
     if found.manifest is not None:
@@ -205,7 +208,9 @@ def _part(found: Candidate, group: Sequence[_Opened], look: Look) -> Part:
 
 
 def _counted(found: Candidate, group: Sequence[_Opened], look: Look) -> Arguments:
-    """Rows and who says so, or what it would cost to know, as fields of a Part."""
+    """Returns the number of rows and its source, or what counting would cost, as fields of a
+    Part.
+    """
     files, lines = found.files, found.format in ("json", "csv", "txt", "tokens")
     totals = [one.total for one in group if one.total is not None]
     known = len(totals) == len(group)
@@ -228,7 +233,7 @@ def _counted(found: Candidate, group: Sequence[_Opened], look: Look) -> Argument
 
 
 def inspect_rows(source: ShardedSource, reads: Settings, split: str, look: Look) -> Part:
-    """Rows in memory."""
+    """Returns the part that rows in memory are."""
     rows, notes = _first_rows(source, SAMPLE_ROWS)
     counts = [shard.num_rows for shard in source.shards]
     counted = {"cost": "every row would be asked for"}
@@ -239,7 +244,7 @@ def inspect_rows(source: ShardedSource, reads: Settings, split: str, look: Look)
 
 
 def _first_rows(source: ShardedSource, count: int) -> tuple[list[Row], list[str]]:
-    """Up to `count` rows, and a note about those among them that are bad."""
+    """Returns up to `count` rows, and a note about those among them that are bad."""
     known = source.shards[0].num_rows
     batch, rejects = scan(source, 0, 0, count if known is None else min(count, known))
     kept = data_columns(batch.schema)

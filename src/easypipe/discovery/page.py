@@ -14,11 +14,11 @@ from easypipe.discovery.proposal import Proposal
 
 
 def page(found: Discovery, proposals: Sequence[Proposal | ConfigError]) -> str:
-    """A page of HTML.
+    """Returns a page of HTML.
 
     Args:
-        found: What stands there.
-        proposals: Of each part the config that reads it, or the error that says what to decide.
+        found: What `discover` found.
+        proposals: For each part the config that reads it, or the error that says what to decide.
     """
     parts = [
         (part.name, part.format, *_counts(part), part.kind.name if part.columns else "")
@@ -55,6 +55,6 @@ def _sections(part: Part, made: Proposal | ConfigError) -> Iterator[Section]:
 
 
 def _cell(value: object) -> JsonValue:
-    """A value of a row, as short as the terminal shows it."""
+    """Returns a value of a row, as short as the terminal shows it."""
     seen = shown_value(value)
     return json.dumps(seen, ensure_ascii=False) if isinstance(seen, list | dict) else seen

@@ -1,4 +1,4 @@
-"""A proposed config for unknown rows, with reasons, and its trial on the first rows."""
+"""Proposes a config for unknown rows, with reasons, and tries it on the first rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.fields import text_of
 from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
 
-# Tries a proposal on the first rows: which of them it can read, and why not the others.
-#
-# Needs no tokenizer.
-
-
 _REMARKS = {
     "unpaired": (
         "train on both kinds of answers with train.preference: {loss: kto} and pack.oversize: "
@@ -42,8 +37,12 @@ WRITTEN = ("user", "assistant", "system", "tool")  # the roles that chat templat
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """rows: that were tried. reasons: how many of them cannot be read, by reason. first: the number
-    of the first such row, and why.
+    """What became of the first rows when a proposal was tried on them; it needs no tokenizer.
+
+    Attributes:
+        rows: The rows that were tried.
+        reasons: How many of them cannot be read, by reason.
+        first: The number of the first such row, and why it cannot be read.
     """
 
     rows: int
@@ -67,7 +66,13 @@ class Trial:
 
 
 def try_rows(kind: Kind, rows: Sequence[Row], roles: Mapping[str, str] | None = None) -> Trial:
-    """kind: with the columns that a proposal reads. roles: as in PromptConfig."""
+    """Tries which of the first rows a proposal can read.
+
+    Args:
+        kind: The kind, with the columns that the proposal reads.
+        rows: The first rows.
+        roles: As in PromptConfig.
+    """
     if kind.ties:
         rows = ()  # nothing is proposed yet
     reasons: Counter[str] = Counter()
@@ -81,8 +86,9 @@ def try_rows(kind: Kind, rows: Sequence[Row], roles: Mapping[str, str] | None = 
 
 
 def names_roles_otherwise(kind: Kind) -> bool:
-    """Whether all who speak are known, some of them by another word (or another case) than chat
-    templates have for them.
+    """Returns whether all speakers are known, some of them by other words than chat templates have.
+
+    Another case is another word.
     """
     return any(role not in WRITTEN for role in kind.roles) and all(
         role.lower() in ROLES for role in kind.roles
@@ -126,14 +132,19 @@ def _wrong_talk(reader: MessageReader, value: JsonValue) -> Wrong | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """fields: of a DatasetConfig; those left out keep their defaults. reasons: why, a line for each
-    column that is read. trial: what became of the first rows when they were read so.
+    """A proposed config.
+
+    Attributes:
+        kind: The kind of the rows.
+        reasons: A line for each column that is read, which says why.
+        trial: What became of the first rows when they were read so.
+        fields: The fields of a DatasetConfig; those left out keep their defaults. storage_options
+            among them may hold credentials.
     """
 
     kind: Kind
     reasons: tuple[str, ...]
     trial: Trial
-    # storage_options among them may hold credentials
     fields: Settings = dataclasses.field(repr=False)
 
     @property
@@ -141,7 +152,8 @@ class Proposal:
         return DatasetConfig(**self.fields)
 
     def yaml(self) -> str:
-        """To be pasted into a config: the dataset under `datasets:`, with the reasons as comments.
+        """Returns the dataset under `datasets:`, to be pasted into a config, with the reasons as
+        comments.
 
         Rows in memory stand in no file, so their data_files are left for Python, and
         storage_options may hold credentials: comments say so.
@@ -172,7 +184,7 @@ class Proposal:
 
 
 def _written(value: Any) -> Any:
-    """What YAML takes back; of a config within only what is set."""
+    """Returns what YAML takes back; for a config within, only what is set."""
     if not is_config(type(value)):
         return to_dict(value)
     options, fields = fields_of(value), dataclasses.fields(value)
@@ -186,8 +198,11 @@ def propose(
     columns: Mapping[str, str] | None = None,
     roles: Mapping[str, str] | None = None,
 ) -> Proposal:
-    """part: a Part. Raises ConfigError where two columns fit equally well, where no kind fits, and
-    where nobody knows who speaks.
+    """Returns a proposed config for a Part.
+
+    Raises:
+        ConfigError: Two columns fit equally well, no kind fits, a speaker is not known, or no row
+            can be read.
     """
     found = part.kind
     if part.columns is None:
@@ -235,7 +250,11 @@ def propose(
 
 
 def _check_roles(at: str, found: Kind, roles: Mapping[str, str]) -> None:
-    """Raises ConfigError for speakers that nobody knows, and for roles of rows that have none."""
+    """Checks that every speaker is known, and that rows without speakers are given no roles.
+
+    Raises:
+        ConfigError: One of them does not hold.
+    """
     if found.name == "sharegpt":
         known = {**ROLES, **roles}
         spoken = {role: known.get(role, known.get(role.lower())) for role in found.roles}
@@ -258,8 +277,12 @@ def _check_roles(at: str, found: Kind, roles: Mapping[str, str]) -> None:
 
 
 def _with_one_prompt(at: str, found: Kind, rows: Sequence[Row]) -> Kind:
-    """Pairs of answers without a column of text beside conversations, which hold that prompt
-    themselves. Raises ConfigError where these begin with the answer.
+    """Returns preference pairs without a column of text beside conversations.
+
+    Conversations hold that prompt themselves.
+
+    Raises:
+        ConfigError: The conversations begin with the answer.
     """
     talks = _is_talk(found.column("chosen"), rows)
     if not talks or _is_talk(found.column("prompt"), rows):
@@ -275,15 +298,13 @@ def _with_one_prompt(at: str, found: Kind, rows: Sequence[Row]) -> Kind:
 
 
 def _is_talk(column: str | None, rows: Sequence[Row]) -> bool:
-    """Whether a column of the first rows holds messages."""
+    """Returns whether a column of the first rows holds messages."""
     values = [value_of(row.get(column or ""), keep=()) for row in rows]
     return bool(values) and any(isinstance(value, list) for value in values)
 
 
 def _begin_with_prompts(kind: Kind, rows: Sequence[Row]) -> bool:
-    """Whether the chosen and rejected conversations of the first rows hold their prompts
-    themselves.
-    """
+    """Returns whether conversations of the first rows, chosen or rejected, hold their prompts."""
     columns = [kind.column(slot) or "" for slot in ("chosen", "rejected")]
     for talk in (value_of(row.get(column), keep=()) for row in rows for column in columns):
         for message in talk[:-1] if isinstance(talk, list) else ():
@@ -293,7 +314,7 @@ def _begin_with_prompts(kind: Kind, rows: Sequence[Row]) -> bool:
 
 
 def _fields(kind: Kind, roles: Mapping[str, str] | None, rows: Sequence[Row]) -> Settings:
-    """The fields of a DatasetConfig that read these columns."""
+    """Returns the fields of a DatasetConfig that read these columns."""
     column = {choice.slot: choice.column for choice in kind.choices}
     tools = None if column.get("tools") == "tools" else column.get("tools")
     if kind.name == "text":
@@ -304,7 +325,7 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None, rows: Sequence[Row]) ->
         return {"content_field": column["prompt"], "train_on": "all"} | named
     answer = column.get("completion" if "completion" in column else "chosen")
     if kind.roles and answer is not None and any(isinstance(row.get(answer), str) for row in rows):
-        # JSON text, which only the format says is no plain text
+        # The column holds JSON text; only the format tells it from plain text.
         prompt = PromptConfig(
             input_columns=(column.get("prompt", answer),),
             label_column=answer if "prompt" in column else None,

@@ -1,5 +1,5 @@
 # pyright: strict
-"""What a check of the doctor is, and what it finds."""
+"""Check, a trial that the doctor makes, and Finding, its result; `examine` runs them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from easypipe.core.pages import Section, page_of
 
 
 class Failed(Exception):
-    """What a check looks for does not hold. The message is the smallest example of it."""
+    """Reports that what a check looks for does not hold; the message is the smallest example of
+    it.
+    """
 
 
 class Skipped(Exception):
-    """A check cannot be made here. The message says why."""
+    """Reports that a check cannot be made here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """try_out: says what was looked at, or raises Failed, Skipped, or whatever goes wrong."""
+    """A check of the doctor.
+
+    `try_out` returns what was looked at, or raises Failed, Skipped, or whatever goes wrong.
+    """
 
     name: str
     try_out: Callable[[], str]
@@ -37,7 +42,7 @@ class Finding:
 
 
 def examine(checks: Iterable[Check]) -> Iterator[Finding]:
-    """What each check finds, one after the other. An error in one is what it found."""
+    """Yields what each check finds, one after the other; an error in a check is what it found."""
     for check in checks:
         began = time.monotonic()
         state: Literal["ok", "FAILED", "skipped"] = "FAILED"
@@ -54,7 +59,7 @@ def examine(checks: Iterable[Check]) -> Iterator[Finding]:
 
 
 def page(costs: Sequence[str], findings: Sequence[Finding]) -> str:
-    """A page of HTML: what failed comes first, then what could not be tried."""
+    """Returns a page of HTML: what failed comes first, then what could not be tried."""
     head = ("check", "seconds", "what it found")
     parts = [Section("What was tried", notes=costs)]
     for state, heading in (("FAILED", "Failed"), ("skipped", "Skipped"), ("ok", "All is well")):

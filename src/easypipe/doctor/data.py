@@ -34,7 +34,7 @@ from easypipe.previews.samples import looked_at
 from easypipe.stages.config import PipelineConfig
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
-BATCHES = 6  # that are looked at
+BATCHES = 6  # so many batches are looked at
 STOPS = (0, 1, 2, 4)  # batches after which a loader is stopped, and another one goes on
 
 
@@ -60,22 +60,22 @@ class Sample:
 
     @property
     def load(self) -> LoadStageConfig:
-        """How batches are made of it, on no device."""
+        """How batches are made of the sample, on no device."""
         return dataclasses.replace(host_load(self._config), drop_last=False)
 
     def loader(self, load: LoadStageConfig | None = None) -> Loader:
         return self.pipeline.copy().load(load or self.load).loader()
 
     def elsewhere(self, name: str) -> Sample:
-        """The same rows, prepared in a folder of their own, perhaps by another process."""
+        """Returns the same rows, prepared in a folder of their own, perhaps by another process."""
         return Sample(self._config, self.folder / name, self._rows)
 
     def again(self) -> Pipeline:
-        """The same, prepared another time."""
+        """Returns the same rows, prepared another time."""
         return self._prepared("again", self._config)
 
     def by_reference(self) -> Pipeline:
-        """The same, by the `tokenizers` library alone."""
+        """Returns the same rows, prepared by the `tokenizers` library alone."""
         datasets = tuple(
             dataclasses.replace(one, tokenizer=one.tokenizer and _reference(one.tokenizer))
             for one in self._config.datasets
@@ -110,7 +110,7 @@ def data_checks(sample: Sample) -> Sequence[Check]:
 
 
 def no_row_is_lost(sample: Sample) -> str:
-    """The ledger closes, and every row of a source is a document or a reject."""
+    """Checks that the ledger closes, and that every row of a source is a document or a reject."""
     try:
         sample.pipeline.ledger().check()
     except LedgerError as error:
@@ -140,7 +140,9 @@ def prepared_again_the_same(sample: Sample) -> str:
 
 
 def rows_are_well_formed(sample: Sample) -> str:
-    """Segments count from 1 and lie in one piece, positions restart with each."""
+    """Checks that segments count from 1 and lie in one piece, and that positions restart with
+    each.
+    """
     for n, batch in enumerate(sample.batches):
         if SEGMENT_IDS not in batch:
             raise Skipped("rows are not packed")
@@ -159,7 +161,7 @@ def rows_are_well_formed(sample: Sample) -> str:
 
 
 def masks(sample: Sample) -> str:
-    """A label is the next token of its segment; as many are trained as the loss mask says."""
+    """Checks that a label is the next token of its segment, and that masks allow every label."""
     targets = 0
     if any(source.materialize().pairs for source in sample.pipeline.tokenized().values()):
         raise Skipped("pairs are trained by their own rule")
@@ -180,7 +182,7 @@ def masks(sample: Sample) -> str:
             for one in explained.segments:
                 found = int(trained[row, one.slot_start : one.slot_stop - 1].sum())
                 open_to = one.slot_stop - one.slot_start - one.masked_tokens
-                # the first token is the next one of none; a piece may lack its prompt
+                # The first token of a segment is no label; a piece may lack its prompt.
                 if found > open_to or (found < open_to - 1 and not one.is_part):
                     raise Failed(
                         f"batch {n}, row {row}, {one.title}: {found} targets, where its loss mask "
@@ -211,7 +213,13 @@ def resume(sample: Sample) -> str:
 
 
 def compare(first: Pipeline, second: Pipeline, how: str) -> str:
-    """How many documents both have, tokens and loss masks equal. how: the second was made."""
+    """Returns how many documents both pipelines have, with equal tokens and loss masks.
+
+    `how` says how the second was made.
+
+    Raises:
+        Failed: A document or its mask differs.
+    """
     count = 0
     others: Mapping[str, TokenCache] = {
         name: source.materialize() for name, source in second.tokenized().items()

@@ -18,7 +18,9 @@ from easypipe.run import RunConfig, plan_on
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.plan.topology import Topology
 
-HEADROOM = 0.05  # of a device's memory, at least: what fits more tightly fails on a longer batch
+# The least part of a device's memory that has to be left: a step that fits more tightly fails on a
+# longer batch.
+HEADROOM = 0.05
 
 
 def device_checks(run: RunConfig, sample: Sample) -> Sequence[Check]:
@@ -29,7 +31,9 @@ def device_checks(run: RunConfig, sample: Sample) -> Sequence[Check]:
 
 
 def batches_lie_on_their_devices(run: RunConfig, sample: Sample) -> str:
-    """Every device of the run's mesh holds its rows and slots of a batch, and no others."""
+    """Checks that every device of the run's mesh holds its rows and slots of a batch, and no
+    others.
+    """
     mesh = make_mesh(run.train.mesh, at="train.mesh")
     placed = next(iter(sample.loader(dataclasses.replace(sample.load, mesh=mesh))))
     for name, host in sample.batches[0].items():
@@ -46,7 +50,7 @@ def batches_lie_on_their_devices(run: RunConfig, sample: Sample) -> str:
 
 
 def memory_headroom(run: RunConfig) -> str:
-    """What a step of the whole model takes of a device, as XLA compiles it, and what is left."""
+    """Checks that a step of the whole model, as XLA compiles it, leaves memory of a device."""
     devices = jax.devices()
     if jax.process_count() > 1:
         raise Skipped("devices of several processes: `easypipe plan --topology` tells")
@@ -64,7 +68,7 @@ def memory_headroom(run: RunConfig) -> str:
 
 
 def _free_memory() -> int:
-    """Bytes of the machine's memory that a program may take."""
+    """Returns the bytes of the machine's memory that a program may take."""
     known = Path("/proc/meminfo")
     free = re.search(r"MemAvailable:\s+(\d+) kB", known.read_text()) if known.exists() else None
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

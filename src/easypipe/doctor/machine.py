@@ -22,11 +22,11 @@ from easypipe.doctor.check import Check, Failed, Skipped
 
 PACKAGES = ("easypipe", "jax", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "pyarrow")
 REPLACED = 200  # times that a file is replaced while it is read
-SKEW_S = 5.0
+SKEW_S = 5.0  # the most that the file system's clock may differ from this machine's
 COARSE_S = 0.1  # two changes of a file within this time are told apart by its size alone
-OPEN_FILES = 1024
-FREE_BYTES = 1 << 30
-# said by another process about a lock that this one holds, or does not
+OPEN_FILES = 1024  # the least open files that must be allowed
+FREE_BYTES = 1 << 30  # the least free disk
+# Another process runs this to say whether it gets a lock.
 ASK = (
     "import sys; from pathlib import Path; from easypipe.core import locks; "
     "print(locks.try_hold(Path(sys.argv[1]), exclusive=True) is not None)"
@@ -44,7 +44,9 @@ DIE = (
 
 
 def machine_checks(folder: Path) -> Sequence[Check]:
-    """folder: an empty one, on the file system that is looked at."""
+    """Returns the checks of this machine; `folder` is empty, on the file system that is looked
+    at.
+    """
     parts: dict[str, Callable[[], str]] = {
         "installation": installation,
         "devices": devices,
@@ -59,7 +61,7 @@ def machine_checks(folder: Path) -> Sequence[Check]:
 
 
 def installation() -> str:
-    """The versions; rows are shuffled as they should be."""
+    """Checks that the packages are installed, and that rows are shuffled as they should be."""
     found: list[str] = []
     for name in PACKAGES:
         try:
@@ -73,7 +75,7 @@ def installation() -> str:
 
 
 def devices() -> str:
-    """In a process of its own, so that this one holds no accelerator."""
+    """Checks the devices in a process of its own, so that this one holds no accelerator."""
     done = _python(MULTIPLY)
     if done.returncode:
         raise Failed((done.stderr.strip().splitlines() or ["jax died"])[-1])
@@ -98,7 +100,7 @@ def writes_are_synced(folder: Path) -> str:
 
 
 def renaming_is_atomic(folder: Path) -> str:
-    """Whoever reads a file that is replaced sees the old bytes or the new ones."""
+    """Checks that a reader of a file that is replaced sees the old bytes or the new ones."""
     path = folder / "replaced"
     contents = [bytes([number]) * 50_000 for number in (1, 2)]
     storage.commit_bytes(path, contents[0])
@@ -168,7 +170,7 @@ def limits(folder: Path) -> str:
     if free < FREE_BYTES:
         raise Failed(f"{free / 1e9:.1f} GB are free in {folder}")
     long = folder / ("é" * 100 + ".arrow")
-    long.write_bytes(b"")  # raises where names are shorter, or in another encoding
+    long.write_bytes(b"")  # raises where names have to be shorter, or have another encoding
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     open_files = "any number of" if endless else files
     return f"{open_files} open files, {free / 1e9:.0f} GB of disk, {memory / 1e9:.0f} GB of memory"

@@ -22,7 +22,7 @@ from easypipe.train.losses.loss import loss_sums
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.trainer import Trainer
 
-LAYERS, INNER, SLOTS = 2, 256, 512  # at most, of the model and of the rows that it is given
+LAYERS, INNER, SLOTS = 2, 256, 512  # the most of the small model, and of the rows it is given
 CLOSE = 1e-3  # float32; what leaks through attention is a hundred times that
 
 
@@ -36,7 +36,7 @@ def model_checks(run: RunConfig, sample: Sample, folder: Path) -> Sequence[Check
 
 
 def no_document_sees_another(run: RunConfig, sample: Sample) -> str:
-    """Another first document of a row changes nothing in the others."""
+    """Checks that other tokens in the first document of a row change nothing in the others."""
     row, model = _packed_row(sample), _small(run, sample)
     changed = {name: values.copy() for name, values in row.items()}
     first = row[SEGMENT_IDS] == 1
@@ -63,7 +63,7 @@ def packed_equals_alone(run: RunConfig, sample: Sample) -> str:
 
 
 def accumulated_equals_whole(run: RunConfig, sample: Sample, folder: Path) -> str:
-    """One step over a batch, and over its halves."""
+    """Checks that one step over a batch and one over its halves have one loss and gradient norm."""
     batch = sample.batches[0]
     if LABELS not in batch or len(batch[INPUT_IDS]) % 2:
         raise Skipped("batches of labels with an even number of rows are wanted")
@@ -88,7 +88,7 @@ def accumulated_equals_whole(run: RunConfig, sample: Sample, folder: Path) -> st
 
 
 class _OneBatch:
-    """A loader of one batch, over and over."""
+    """A loader that gives one batch over and over."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch, self.batch_size = batch, len(batch[INPUT_IDS])
@@ -104,11 +104,13 @@ class _OneBatch:
         return {}
 
     def restore(self, state: Json) -> None:
-        """There is nothing to go on from."""
+        """Does nothing: every batch is the same."""
 
 
 def _small(run: RunConfig, sample: Sample) -> Decoder:
-    """A model with the options of the run's, fewer layers and a narrower inside, in float32."""
+    """Returns a model with the options of the run's, fewer layers and a narrower inside, in
+    float32.
+    """
     usual = run.model if isinstance(run.model, ModelConfig) else ModelConfig()
     vocabulary = usual.vocab_size or 1 + max(int(one[INPUT_IDS].max()) for one in sample.batches)
     config = dataclasses.replace(
@@ -123,7 +125,7 @@ def _small(run: RunConfig, sample: Sample) -> Decoder:
 
 
 def _packed_row(sample: Sample) -> dict[str, np.ndarray]:
-    """The row with the most documents, cut to SLOTS: [1, S] arrays."""
+    """Returns the row with the most documents, cut to SLOTS: [1, S] arrays."""
     best: dict[str, np.ndarray] = {}
     for batch in sample.batches:
         if SEGMENT_IDS not in batch or LABELS not in batch:
@@ -140,7 +142,7 @@ def _packed_row(sample: Sample) -> dict[str, np.ndarray]:
 
 
 def _alone(row: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
-    """Document `number` of a row at the start of a row of its own."""
+    """Returns document `number` of a row at the start of a row of its own."""
     of_it = np.flatnonzero(row[SEGMENT_IDS][0] == number)
     found = {name: np.zeros_like(values) for name, values in row.items()}
     found[LABELS][:] = IGNORE

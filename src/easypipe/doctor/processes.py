@@ -20,8 +20,8 @@ from easypipe.doctor.data import BATCHES, Sample, compare
 
 PROCESSES = 2
 KILLED = 9  # the exit code of a process that dies by `die`
-DEATH = 4  # the file that never gets its name: of little data a manifest
-PATIENCE_S = 300.0
+DEATH = 4  # the number of the file that never gets its name; for little data it is a manifest
+PATIENCE_S = 300.0  # how long the process that is to be killed may take
 
 
 def process_checks(sample: Sample) -> Sequence[Check]:
@@ -32,8 +32,10 @@ def process_checks(sample: Sample) -> Sequence[Check]:
 
 
 def several_processes(sample: Sample) -> str:
-    """They prepare into one folder at the same time; each then makes the batches of its rows, which
-    together are the rows of one process.
+    """Checks that several processes, preparing into one folder at once, make the rows of one
+    process.
+
+    Each makes the batches of its own rows.
     """
     place = sample.elsewhere("together")
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
@@ -56,7 +58,10 @@ def several_processes(sample: Sample) -> str:
 
 
 def a_kill_while_preparing(sample: Sample) -> str:
-    """A process dies while it writes the cache; the next one finishes it and leaves nothing."""
+    """Checks that after a process dies while it writes the cache, the next one finishes it.
+
+    Nothing of the killed process may be left.
+    """
     place = sample.elsewhere("killed")
     dying = multiprocessing.get_context("spawn").Process(target=die, args=(place,))
     dying.start()
@@ -72,7 +77,7 @@ def a_kill_while_preparing(sample: Sample) -> str:
 
 
 def share(sample: Sample, rank: int) -> list[Batch]:
-    """In a process of its own: the batches of one of PROCESSES ranks."""
+    """Returns the batches of one of PROCESSES ranks; runs in a process of its own."""
     loader = sample.loader().of_rank(rank, PROCESSES)
     return [
         {name: np.asarray(values) for name, values in batch.items()}
@@ -81,7 +86,7 @@ def share(sample: Sample, rank: int) -> list[Batch]:
 
 
 def die(sample: Sample) -> None:
-    """In a process of its own, which ends while it prepares."""
+    """Ends its process while it prepares; runs in a process of its own."""
     steps = itertools.count(1)
 
     def kill(step: str, _: str) -> None:
@@ -93,7 +98,7 @@ def die(sample: Sample) -> None:
 
 
 def _rows(batch: Batch) -> list[dict[str, np.ndarray]]:
-    """The rows of a batch; those of micro-batches one after the other."""
+    """Returns the rows of a batch; those of micro-batches one after the other."""
     lead = np.ndim(batch[INPUT_IDS]) - 1
     flat = {name: np.asarray(values) for name, values in batch.items()}
     flat = {name: values.reshape(-1, *values.shape[lead:]) for name, values in flat.items()}

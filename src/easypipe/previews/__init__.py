@@ -1,1 +1,1 @@
-"""A look at the first samples of a config, decoded, with what is trained of them."""
+"""Shows the first samples of a config, decoded, with what is trained of them."""

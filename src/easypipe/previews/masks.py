@@ -1,4 +1,4 @@
-"""What any chat template trains of conversations: proven, or refused with the reason; `masks`."""
+"""`masks`: what any chat template trains of conversations, proven, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from easypipe.transforms.tokenizer.masked import encode_masked
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 Talk = Sequence[Mapping[str, Json]]
-# what special tokens look like in the text of a template
+# the forms that special tokens have in the text of a template
 TOKEN = re.compile(
     r"<\|[^|<>\s]+\|>|<[|a-z_/][^<>\s{}'\"]*>|<[A-Z_\d]+>|\[/?[A-Z_]+\]|\[\|\w+\|\]|<｜[^<>]*｜>"
 )
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-DATE = "2026-01-31"  # what samples say where a template asks for the day
+DATE = "2026-01-31"  # the day that samples tell where a template asks for it
 
 _TOOL = {
     "type": "function",
@@ -63,7 +63,7 @@ _QUESTION, _ANSWER = (
     {"role": "user", "content": "What is two and two?"},
     {"role": "assistant", "content": "It is four."},
 )
-# What is tried where no conversations are given, by name.
+# The conversations that are tried where none are given, by name.
 SAMPLES: Mapping[str, Mapping[str, Json]] = {
     "one turn": {"messages": [_QUESTION, _ANSWER]},
     "two turns with system": {
@@ -103,7 +103,7 @@ class ConversationMask:
     """A conversation as a chat template writes it, with what is trained of it.
 
     Attributes:
-        name: Of the sample, or `conversation 0`, `conversation 1`, ...
+        name: The name of the sample, or `conversation 0`, `conversation 1`, ...
         text: What the template writes; None where nothing is proven.
         spans: (first character, the one behind the last) of what is trained, ascending.
         reason: Why nothing is proven, in a word and a sentence; None where it is.
@@ -124,7 +124,7 @@ class ConversationMask:
 
     @property
     def title(self) -> str:
-        """Its name, and whether it is proven."""
+        """The name, and whether the mask is proven."""
         return f"{self.name}: {'proven' if self.reason is None else f'not proven: {self.reason}'}"
 
     @property
@@ -153,7 +153,7 @@ def masks(
     train_empty_thinking: bool = True,
     special_tokens: Sequence[str] | None = None,
 ) -> list[ConversationMask]:
-    """What is trained of conversations, proven character by character.
+    """Returns what is trained of conversations, proven character by character.
 
     Args:
         source: A tokenizer: its tokenizer.json, its folder or its name on the Hub. Or a chat
@@ -171,17 +171,17 @@ def masks(
         chat_template: Another template than the tokenizer's own.
         template_date: The day that `strftime_now` tells, as 2026-01-31.
         train_empty_thinking: Whether a thought without words is trained.
-        special_tokens: Those that the template writes. Without them the tokenizer's, or for a
-            template alone what looks like one in its text.
+        special_tokens: The special tokens that the template writes. Without them they are the
+            tokenizer's, or for a template alone those that look like one in its text.
 
     Returns:
         One for each conversation, in order: proven, or with the reason why not. With reasoning
         `per_turn` one for each of its samples.
 
     Raises:
-        ConfigError: For a file that is not there, or an option that no template has.
-        TokenizerError: For a tokenizer without a template, and a template that does not compile
-            or does what no template may.
+        ConfigError: A file is not there, or no template has such an option.
+        TokenizerError: A tokenizer has no template, or a template does not compile or does what no
+            template may.
     """
     asked = PromptConfig(
         input_columns=("messages",),
@@ -200,7 +200,7 @@ def masks(
 
 
 def masks_page(found: Sequence[ConversationMask], title: str) -> str:
-    """A page of HTML that needs nothing else: what is trained is green."""
+    """Returns a page of HTML that needs nothing else: what is trained is green."""
     samples = [
         {"title": one.title, "segments": [{"title": one.form, "pieces": one.pieces}]}
         for one in found
@@ -214,7 +214,7 @@ def _opened(
     asked: PromptConfig,
     special_tokens: Sequence[str] | None,
 ) -> tuple[ChatTemplate, Tokenizer | None]:
-    """The template, and the tokenizer where `source` is one."""
+    """Returns the template, and the tokenizer where `source` is one."""
     text, tokenizer = str(source), None
     if not (is_jinja(text) or text in CHAT_TEMPLATES or text.endswith((".jinja", ".jinja2"))):
         tokenizer = load_tokenizer(TokenizerConfig(name_or_path=text))
@@ -263,8 +263,11 @@ def _named(conversations: Sequence[Talk | Mapping[str, Json]]) -> dict[str, Mapp
 
 
 def spellings(sample: Mapping[str, Json]) -> Iterator[tuple[str, Mapping[str, Json]]]:
-    """A sample as templates want it: content as text or typed parts, beside a call left out or
-    empty; arguments as an object or JSON text."""
+    """Yields a sample in the forms that templates ask for, each with its form in words.
+
+    Content is text or typed parts; beside a call it is left out or empty; arguments are an object
+    or JSON text.
+    """
     calls = any("tool_calls" in message for message in sample["messages"])
     either = (False, True) if calls else (False,)
     for parts, written, empty in itertools.product((False, True), either, either):
@@ -298,7 +301,7 @@ def _formed(message: Mapping[str, Json], parts: bool, written: bool, empty: bool
 def _rendered(
     template: ChatTemplate, conversations: Sequence[Talk | Mapping[str, Json]] | None, by_turn: bool
 ) -> list[tuple[ConversationMask, int]]:
-    """What is shown of each, and how its text ends."""
+    """Returns what is shown of each conversation, and how its text ends."""
     given = SAMPLES if conversations is None else _named(conversations)
     forms = {
         name: list(spellings(one)) if conversations is None else [("", one)]
@@ -324,8 +327,10 @@ def _rendered(
 def _chosen(
     name: str, tried: Sequence[tuple[str, Mapping[str, Json], Sequence[Rendered | Refused]]]
 ) -> list[tuple[ConversationMask, int]]:
-    """The samples of the first form that is proven, and how their texts end; else what was said of
-    the first one that the template does not refuse.
+    """Returns the samples of the first form that is proven, and how their texts end.
+
+    Where none is proven, it returns the reason for the first form that the template does not
+    refuse.
     """
     refused: list[Refused] = []
     for form, row, answers in tried:
@@ -354,7 +359,9 @@ def _chosen(
 
 
 def _words(sample: Mapping[str, Json]) -> Iterator[str]:
-    """What a template has to print of a sample: all that the assistant says, and calls."""
+    """Yields the words that a template has to print of a sample: all that the assistant says, and
+    calls.
+    """
     for message in sample["messages"]:
         if message["role"] != "assistant":
             continue

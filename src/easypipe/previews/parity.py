@@ -1,7 +1,8 @@
-"""The first rows of a config, tokenized and masked here and by transformers, side by side.
+"""`parity`: the first rows of a config, tokenized and masked here and by transformers, side by
+side.
 
-What is compared is what rows become before lengths, mixing and packing: those are none of
-transformers' business.
+What is compared is what rows become before lengths, mixing and packing, which transformers does not
+do.
 """
 
 from __future__ import annotations
@@ -43,10 +44,14 @@ SHOWN = 24  # characters of a token that differs
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """What became of the first rows of a dataset.
+    """What the comparison of the first rows of a dataset found.
 
-    rows, masks: texts whose tokens, and whose masks, were compared. differences: a sentence for
-    each text that differs. notes: what was not compared, and why.
+    Attributes:
+        dataset: The name of the dataset.
+        rows: The texts whose tokens were compared.
+        masks: The texts whose masks were compared.
+        differences: A sentence for each text that differs.
+        notes: What was not compared, and why.
     """
 
     dataset: str
@@ -57,9 +62,13 @@ class Parity:
 
 
 class _Pair(NamedTuple):
-    """A text as it is written here, and tokens and mask as transformers has them.
+    """A text as it is written here, and its tokens and mask as transformers makes them.
 
-    found: None where it refuses the conversation. mask: None where templates mark nothing.
+    Attributes:
+        at: Where the text stands.
+        own: The text as it is written here.
+        found: The tokens; None where transformers refuses the conversation.
+        mask: The mask; None where templates mark nothing.
     """
 
     at: str
@@ -149,7 +158,12 @@ def _named(tokenizer: Tokenizer) -> NamedTokenizer:
 
 
 def _note(reject: Reject, wrong: str) -> str:
-    """wrong: what rows are that were not left out on purpose."""
+    """Returns a note about a reject.
+
+    Args:
+        reject: The reject.
+        wrong: What its rows are, unless they were left out on purpose.
+    """
     if reject.benign:
         return f"{reject.count} rows are left out: {reject.detail or reject.reason}"
     return f"{reject.count} rows {wrong}: {reject.detail or reject.reason}"
@@ -158,7 +172,7 @@ def _note(reject: Reject, wrong: str) -> str:
 def _texts(
     source: TokenizedShardedSource, named: NamedTokenizer, notes: list[str]
 ) -> Iterator[_Pair]:
-    """Texts of a column, or as a template of columns writes them."""
+    """Yields the texts of a column, or as a template of columns writes them."""
     own, eos = source.tokenizer, source.tokenizer.eos_token_id
     for shard, one in enumerate(source.source.shards):
         texts = source.form.read(source.source, shard, 0, one.num_rows or 0)
@@ -214,7 +228,7 @@ def _theirs(
     *,
     given: str | Path | None,
 ) -> _Pair:
-    """What transformers makes of the messages of a row."""
+    """Returns what transformers makes of the messages of a row."""
     messages: list[Json] = request["messages"]
     plain = [{k: v for k, v in one.items() if k not in (FLAG, RANGES, WEIGHT)} for one in messages]
     asks = (template.train_on, template.train_on_eos, template.roles_to_train, template.reasoning)

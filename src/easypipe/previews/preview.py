@@ -15,7 +15,7 @@ from easypipe.loader.explain import ExplainedRow, Segment
 class Piece:
     """Text that is all trained, or all masked, and of one speaker.
 
-    role: who begins to speak here; None where the last one goes on.
+    `role` is the speaker who begins here; None where the last one goes on.
     """
 
     text: str
@@ -32,9 +32,11 @@ class Piece:
 class SampleSegment:
     """A document, or as much of one as stands together in a row.
 
-    segment: where it came from and where it stands. pieces: its text; None where no tokenizer
-    decodes it. roles: who speaks in the row that it was made from, in order. cuts: what of the
-    document is not here, in words.
+    Attributes:
+        segment: Where it came from and where it stands.
+        pieces: Its text; None where no tokenizer decodes it.
+        roles: The speakers in the row that it was made from, in order.
+        cuts: What of the document is not here, in words.
     """
 
     segment: Segment
@@ -44,7 +46,7 @@ class SampleSegment:
 
     @property
     def title(self) -> str:
-        """Where it stands, where it came from, and who speaks in it."""
+        """One line that says where it stands, where it came from, and who speaks in it."""
         return self.segment.title + (
             f"; {', '.join(dict.fromkeys(self.roles))}" if self.roles else ""
         )
@@ -52,7 +54,7 @@ class SampleSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A row of a batch: one document, or packed several."""
+    """A row of a batch: one document, or several where rows are packed."""
 
     row: ExplainedRow
     segments: tuple[SampleSegment, ...]
@@ -63,7 +65,7 @@ class Sample:
 
     @property
     def padding(self) -> int:
-        """Slots of the row that hold nothing."""
+        """The slots of the row that hold nothing."""
         return self.row.padding
 
 
@@ -81,11 +83,13 @@ class Preview:
         return dataclasses.asdict(self)
 
     def to_html(self, title: str = "easypipe preview") -> str:
-        """One page that needs nothing else, and in which samples are text whatever they hold."""
+        """Returns one page that needs nothing else, and in which samples are text whatever they
+        hold.
+        """
         return page(title, self.samples, self.notes)
 
     def __str__(self) -> str:
-        """Lines of text, with masked parts in ⟦ ⟧."""
+        """Returns lines of text, with masked parts in ⟦ ⟧."""
         lines: list[str] = []
         for sample in self.samples:
             lines.append(sample.title)
@@ -98,9 +102,15 @@ class Preview:
 
 
 def page(title: str, samples: Sequence[Sample | Json], notes: Sequence[str]) -> str:
-    """A page of HTML that shows samples: each with a `title`, `padding`, and `segments` that have a
-    `title`, `cuts` and `pieces`.
+    """Returns a page of HTML that shows samples.
 
-    It has no script, nothing is loaded from elsewhere, and what would not be seen is spelled out.
+    It has no script, nothing is loaded from elsewhere, and characters that would not be seen are
+    spelled out.
+
+    Args:
+        title: The title of the page.
+        samples: Each has a `title`, `padding`, and `segments` that have a `title`, `cuts` and
+            `pieces`.
+        notes: Sentences about the samples.
     """
     return render("easypipe.previews", {"title": title, "samples": samples, "notes": notes})

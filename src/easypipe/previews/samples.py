@@ -1,4 +1,5 @@
-"""The first samples of a config as the model will see them, with what is trained and what is cut.
+"""`preview`: the first samples of a config as the model will see them: what is trained, what is
+cut.
 
 They are made by the pipeline itself from the first rows of each dataset, and explained by
 `Loader.explain`. Nothing is kept.
@@ -32,7 +33,7 @@ from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.documents import TokenizedShardedSource, trained_turns
 from easypipe.transforms.chat.conversations import values_of
 
-FIRST_ROWS = 200  # of each dataset, from which samples are made
+FIRST_ROWS = 200  # samples are made from so many rows of each dataset
 KEPT = ("written", "stored", "targets", "masked", "with")  # outcomes that lose nothing
 
 
@@ -115,8 +116,8 @@ def _read(config: PipelineConfig | Settings | str | Path) -> PipelineConfig:
 
 
 def looked_at(config: PipelineConfig, folder: str | Path) -> PipelineConfig:
-    """The same data, made on this machine into a folder of its own, with nothing written
-    elsewhere.
+    """Returns a config of the same data that is made on this machine and writes into `folder`
+    alone.
     """
     datasets = tuple(
         dataclasses.replace(dataset, cache_path=None, cache_enabled=True)
@@ -137,7 +138,7 @@ def looked_at(config: PipelineConfig, folder: str | Path) -> PipelineConfig:
 
 
 def _cut(source: TokenizedShardedSource, shard: int, segment: Segment) -> list[str]:
-    """What max_length left out of a document, in words."""
+    """Returns what max_length left out of a document, in words."""
     options, left = source.tokenizer.config, segment.document_tokens
     if options.max_length is None or not options.truncation or left is None:
         return []
@@ -152,8 +153,9 @@ def _cut(source: TokenizedShardedSource, shard: int, segment: Segment) -> list[s
 
 
 def _turns(source: TokenizedShardedSource, shard: int, row: int) -> list[tuple[str, str]]:
-    """(role, text) of the row that a document was made from, in order; none where nobody in
-    particular speaks there.
+    """Returns (role, text) of the row that a document was made from, in order.
+
+    It is empty where the row names no speakers.
     """
     batch = source.source.read(shard, row, row + 1)
     columns = [name for name in source.form.columns if name in batch.schema.names]
@@ -167,7 +169,7 @@ def _turns(source: TokenizedShardedSource, shard: int, row: int) -> list[tuple[s
 
 
 def _messages(column: pa.Array) -> list[tuple[str, str]]:
-    """Who says what in the first row; nothing where it is plain text."""
+    """Returns (role, text) of each message in the first row; nothing where it is plain text."""
     text = str(column[0].as_py() or "").lstrip()
     if not pa.types.is_nested(column.type) and not text.startswith("["):
         return []
@@ -186,8 +188,12 @@ def _messages(column: pa.Array) -> list[tuple[str, str]]:
 def _segment(
     segment: Segment, beside: Sequence[Segment], source: TokenizedShardedSource | None
 ) -> SampleSegment:
-    """beside: the segments of its row, of which the other answer of a pair is the rest of its
-    document.
+    """Returns a segment with its text, speakers and cuts.
+
+    Args:
+        segment: The segment.
+        beside: The segments of its row; the other answer of a pair is the rest of its document.
+        source: The source that its dataset was made from.
     """
     turns, cuts = [], []
     for shard, one in enumerate([] if source is None else source.source.shards):
@@ -210,8 +216,9 @@ def _segment(
 
 
 def _pieces(spans: Sequence[Span], turns: Sequence[tuple[str, str]]) -> Iterator[Piece]:
-    """The spans, cut where someone begins to speak. A turn whose words the template changed is not
-    found, and begins nothing.
+    """Yields the spans, cut where a speaker begins.
+
+    A turn whose words the template changed is not found, and begins nothing.
     """
     whole = "".join(span.text for span in spans)
     begins: dict[int, str] = {}
@@ -231,8 +238,9 @@ def _pieces(spans: Sequence[Span], turns: Sequence[tuple[str, str]]) -> Iterator
 
 
 def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
-    """Rows that were not made into documents, and tokens that were cut, of those that were looked
-    at.
+    """Yields notes on rows that were not made into documents, and on tokens that were cut.
+
+    They count the rows that were looked at.
     """
     for entry in ledger_of(name, source).entries:
         lost = {key: count for key, count in entry.out.items() if count and key not in KEPT}
@@ -244,8 +252,8 @@ def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
 
 
 def _verdicts(name: str, source: TokenizedShardedSource) -> Iterator[str]:
-    """How many answers were looked at, where each was judged for itself, and what of them is
-    desirable.
+    """Yields how many answers were looked at and how many are desirable, where they carry
+    verdicts.
     """
     if DESIRABLE.name in source.info.aligned:
         cache = source.materialize()
