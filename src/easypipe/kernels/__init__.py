@@ -1,6 +1,6 @@
 """Kernels of the loss and of attention, behind one api each.
 
-Names are loaded when first used: jax comes with them, and who prepares data needs none.
+Names are loaded when first used: they import jax, which preparing data does not need.
 """
 
 from easypipe.core.lazy import lazy_exports

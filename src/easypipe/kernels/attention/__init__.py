@@ -1,1 +1,1 @@
-"""Attention over packed rows."""
+"""Attention over packed rows: splash attention on TPUs, flash attention on NVIDIA GPUs."""

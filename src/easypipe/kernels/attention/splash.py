@@ -1,8 +1,8 @@
 """Flash attention over packed rows on TPUs, by jax's own splash attention kernels.
 
-jax.experimental.pallas.ops.tpu.splash_attention. Blocks that the causal mask or the window hides
-are never read; segments within the others are masked (they differ from row to row, and the kernel's
-list of blocks does not).
+They are jax.experimental.pallas.ops.tpu.splash_attention. Blocks that the causal mask or the window
+hides are never read; segments within the others are masked (they differ from row to row, and the
+kernel's list of blocks does not).
 
 B batch · Q query slots of this device · S slots of the row · H query heads · K key and value heads
 · h head width
@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-# slots; the largest that divides the queries of a device. A block of 512 x 512 scores is 1 MiB of
-# 16 in VMEM
+# Slots of a block: the largest that divides the queries of a device. A block of 512 x 512 scores is
+# 1 MiB of the 16 in VMEM.
 BLOCKS = (512, 256, 128)
 
 
@@ -35,8 +35,11 @@ def make_kernel(
     *,
     interpret: bool,
 ) -> splash.SplashAttentionKernel:
-    """The kernel for rows of `slots` whose queries lie over `shards` devices; `heads` query heads
-    on each. A pytree of block lists, which belong to the trace that this is called in."""
+    """Returns the kernel for rows of `slots` whose queries lie over `shards` devices.
+
+    Each device has `heads` query heads. The kernel is a pytree of block lists, which belong to the
+    trace that this is called in.
+    """
     size = next(size for size in BLOCKS if slots // shards % size == 0)
     square = (slots, slots)
     mask: masks.Mask = (
@@ -68,7 +71,9 @@ _SIZES = (
 def kernel_specs(
     kernel: splash.SplashAttentionKernel, sequence: str | None
 ) -> splash.SplashAttentionKernel:
-    """Where the kernel's block lists lie: over the devices among which queries are divided."""
+    """Returns where the kernel's block lists lie: over the devices among which queries are
+    divided.
+    """
     if sequence is None:
         return jax.tree.map(lambda _: P(), kernel)
     mesh = jax.sharding.get_abstract_mesh()
@@ -85,7 +90,7 @@ def attention(
     *,
     scale: float,
 ) -> Float[Array, "B Q H h"]:
-    """Softmax attention within segments, in the dtype of the query, summed in float32.
+    """Returns softmax attention within segments, in the dtype of the query, summed in float32.
 
     Q and S are multiples of 128.
     """
@@ -95,6 +100,6 @@ def attention(
         for array in ((query_BQHh * scale).astype(query_BQHh.dtype), key_BSKh, value_BSKh)
     )
     segments = splash.SegmentIds(query_segments, key_segments)
-    # it gives its sums besides where they are asked for
+    # The kernel returns its sums besides, where they are asked for; here they are not.
     mixed = cast("Array", jax.vmap(kernel)(query, key, value, segments))
     return mixed.swapaxes(1, 2).astype(query_BQHh.dtype)

@@ -30,11 +30,19 @@ LOG2_E = math.log2(math.e)
 
 
 class Runs(NamedTuple):
-    """Slots are counted from the start of the row, on every device."""
+    """The run of slots that each query sees.
 
-    slot_Q: Int[Array, " Q"]  # of the queries of this device
-    first_BQ: Int[Array, "B Q"]  # the first slot that a query sees; the last is its own
-    last_BS: Int[Array, "B S"]  # the last slot that sees a key; the first is its own
+    Slots are counted from the start of the row, on every device.
+
+    Attributes:
+        slot_Q: The slots of the queries of this device.
+        first_BQ: The first slot that a query sees; the last is its own.
+        last_BS: The last slot that sees a key; the first is its own.
+    """
+
+    slot_Q: Int[Array, " Q"]
+    first_BQ: Int[Array, "B Q"]
+    last_BS: Int[Array, "B S"]
 
 
 class Options(NamedTuple):
@@ -44,16 +52,19 @@ class Options(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Slots of a block."""
+    """The slots of a block: of queries and keys in the forward pass, of both in the backward
+    pass.
+    """
 
-    queries: int = 128  # of the forward pass
+    queries: int = 128
     keys: int = 64
-    backward: int = 64  # of queries and of keys
+    backward: int = 64
 
 
 def blocks_of(query: Array) -> Blocks:
-    """What fits the registers and the 227 KiB of shared memory of a multiprocessor of an H100; not
-    timed yet.
+    """Returns blocks that fit a multiprocessor of an H100; they are not timed yet.
+
+    Its limits are the registers and 227 KiB of shared memory.
     """
     return Blocks(64, 32, 32) if query.shape[-1] * query.dtype.itemsize > 512 else Blocks()
 
@@ -69,9 +80,9 @@ def attention(
     runs: Runs,
     options: Options,
 ) -> Float[Array, "B Q H h"]:
-    """Softmax attention over `runs`, in the dtype of the query, summed in float32.
+    """Returns softmax attention over `runs`, in the dtype of the query, summed in float32.
 
-    Q and S: multiples of 128; h: a power of two from 16.
+    Q and S are multiples of 128; h is a power of two from 16.
     """
     return _forward(query_BQHh, key_BSKh, value_BSKh, runs, options)[0]
 
@@ -79,8 +90,8 @@ def attention(
 def _attention_forward(
     query: Array, key: Array, value: Array, runs: Runs, options: Options
 ) -> tuple[Array, _Kept]:
-    # Named, so that a remat policy can keep them: the backward pass then runs no forward kernel
-    # again.
+    # The results are named, so that a remat policy can keep them: the backward pass then runs no
+    # forward kernel again.
     mixed, lse = (
         checkpoint_name(array, "attention") for array in _forward(query, key, value, runs, options)
     )
@@ -274,7 +285,7 @@ def _key_gradients_kernel(
     group,
 ) -> None:
     key, value = key_ref[...], value_ref[...]
-    # slots of this block of keys, and of this device's queries, begin there
+    # the first slot of this block of keys, and of this device's queries
     begin, offset = pl.program_id(0) * rows, slot_ref[0]
     queries = slot_ref.shape[0]
 
@@ -305,8 +316,9 @@ def _key_gradients_kernel(
 def _scores(
     query: Array, key: Array, slot: Array, first: Array, begin: Array | int, options: Options
 ) -> tuple[Array, Array | float]:
-    """Scores in units of log 2, NEVER where a query does not see a key; and the score's derivative
-    by query·key, in nats.
+    """Returns scores in units of log 2, and their derivative by query·key, in nats.
+
+    A score is NEVER where a query does not see a key.
     """
     score, slope = plgpu.dot(query, key, trans_b=True) * options.scale, options.scale
     if options.soft_cap is not None:
@@ -318,7 +330,7 @@ def _scores(
 
 
 class _Specs:
-    """Blocks of a grid over (blocks of queries, rows of the batch, query heads)."""
+    """The blocks of a grid over (blocks of queries, rows of the batch, query heads)."""
 
     def __init__(self, query: Array, key: Array, rows: int) -> None:
         _, _, heads, self.width = query.shape

@@ -1,1 +1,1 @@
-"""The loss of hidden states and a head, without all of the logits."""
+"""The loss of hidden states and a head, without holding all of the logits."""

@@ -1,4 +1,5 @@
-"""The one door to the loss: hidden states and head in, a loss out. All of the logits never exist.
+"""The api of the loss: hidden states and head in, a loss out. All of the logits never exist at
+once.
 
 T tokens · D width · V vocabulary
 """
@@ -37,17 +38,21 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class TokenStats(NamedTuple):
-    """Of every token, in the shape of the labels; no gradient passes through it.
+    """Statistics of every token, in the shape of the labels; no gradient passes through them.
 
-    Float32 (float64 for float64 inputs).
+    They are float32, or float64 for float64 inputs.
+
+    Attributes:
+        lse: log sum_v exp z, in nats; also for ignored tokens.
+        log_probs: log p(label), in nats; 0 where the token does not count.
+        correct: Whether no token is likelier than the label (a tie counts); False where the token
+            does not count.
+        counted: Whether the label is a token of the vocabulary and not ignore_index.
     """
 
-    lse: Float[Array, " *tokens"]  # log sum_v exp z, in nats; of ignored tokens too
-    log_probs: Float[Array, " *tokens"]  # log p(label), in nats; 0 where the token does not count
-    # whether no token is likelier than the label (a tie counts); False where the token does not
-    # count
+    lse: Float[Array, " *tokens"]
+    log_probs: Float[Array, " *tokens"]
     correct: Bool[Array, " *tokens"]
-    # whether the label is a token of the vocabulary and not ignore_index
     counted: Bool[Array, " *tokens"]
 
 
@@ -125,43 +130,59 @@ def fused_linear_cross_entropy(
     chunk_size: int | None = None,
     float32_logits: bool = False,
 ) -> Array | LossWithTokens:
-    """Cross entropy of `softmax(cap(hidden @ lm_head + bias) / temperature)` against `labels`, in
-    nats; float32 (float64 for float64 inputs).
+    """Returns the cross entropy of `softmax(cap(hidden @ lm_head + bias) / temperature)`, in nats.
 
-    Per token, with ε = label_smoothing and lse the log-sum-exp of its logits:
-    `(1-ε)·nll + ε·mean over the vocabulary of -log p + z_loss·lse²`. `weights` multiply that (None:
-    1). `reduction`: "sum"; "mean", which divides by the summed weights of the tokens that count (0
-    where they sum to 0); "none", every token's, 0 where it does not count. A token does not count
-    where its label is `ignore_index`, or, under jit, outside [0, V). `logit_soft_cap`: `cap(x) =
-    c·tanh(x/c)`. `temperature`: `hidden` and `bias` are divided by it in their dtypes, so no
-    implementation has more to do; lse and log p are those of the divided logits.
+    Per token, with ε = label_smoothing and lse the log-sum-exp of its logits, it is `(1-ε)·nll +
+    ε·mean over the vocabulary of -log p + z_loss·lse²`. A token does not count where its label is
+    `ignore_index`, or, under jit, outside [0, V).
 
     Products are taken in the dtype of the inputs (bfloat16, float32 or float64; the wider where
-    they differ) and accumulated in float32 (float64); gradients have the dtype of their input.
-    Differentiable once, in reverse mode, in hidden, lm_head, bias and weights. Works under jit,
-    remat, scan, inside shard_map (on what the device holds) and on arrays that the compiler
+    they differ) and accumulated in float32 (float64); gradients have the dtype of their input. It
+    is differentiable once, in reverse mode, in hidden, lm_head, bias and weights. It works under
+    jit, remat, scan, inside shard_map (on what the device holds) and on arrays that the compiler
     partitions.
 
-    `with_tokens`: gives `LossWithTokens(loss, TokenStats(lse, log_probs, correct, counted))`.
-    `layout` of lm_head: "dv" is [D, V], "vd" is [V, D] (tied embeddings); None: the one that fits,
-    which a square head leaves open. `sharding`: how the arguments lie on the mesh of
-    `jax.set_mesh`; without it the compiler decides, rightly but slowly. `implementation`:
-    "reference" holds all logits; "chunked" is XLA alone; "pallas_tpu" and "pallas_gpu" are written
-    for these. None: "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" for CUDA, and
-    "chunked" elsewhere and where these refuse: float64, several devices without `sharding`, a
-    shard_map around it with check_vma=True. `rule`: "fast" takes the gradient in the forward pass,
-    with the logits of `chunk_size` tokens in memory (of all, where there are no more) in the dtype
-    of the inputs; "strict" holds no more than a tile and recomputes. None: "fast" for "mean" and
-    "sum" while 256 tokens' logits take at most 2 GiB, else "strict". `chunk_size`, per device: None
-    for 4096 on TPU and CUDA, 1024 elsewhere, less where their logits would take more than 2 GiB;
-    "chunked" takes it for the tokens of its tiles under "strict". `float32_logits`: the logits are
-    never rounded to the dtype of the inputs; so the rule is "strict". Without it "fast" rounds
-    them, and on CUDA "strict" too (elsewhere "strict" keeps float32 anyway); there it costs slabs
-    of half as many tokens.
+    Args:
+        hidden: The hidden states.
+        lm_head: The head, as `layout` says.
+        labels: Token ids, in the leading shape of `hidden`.
+        bias: Is added to the logits.
+        weights: Multiply the loss of each token; None means 1.
+        ignore_index: The label of tokens that do not count.
+        z_loss: The weight of lse².
+        label_smoothing: ε above.
+        logit_soft_cap: c of `cap(x) = c·tanh(x/c)`; None for no cap.
+        temperature: `hidden` and `bias` are divided by it in their dtypes, so no implementation has
+            more to do; lse and log p are those of the divided logits.
+        reduction: "sum"; "mean", which divides by the summed weights of the tokens that count (0
+            where they sum to 0); "none", every token's, 0 where it does not count.
+        with_tokens: Returns `LossWithTokens(loss, TokenStats(lse, log_probs, correct, counted))`.
+        layout: "dv" for an lm_head [D, V], "vd" for [V, D] (tied embeddings); None takes the one
+            that fits, which a square head leaves open.
+        sharding: How the arguments lie on the mesh of `jax.set_mesh`; without it the compiler
+            decides, rightly but slowly.
+        implementation: "reference" holds all logits; "chunked" is XLA alone; "pallas_tpu" and
+            "pallas_gpu" are written for these. None takes "pallas_tpu" where the program is lowered
+            for a TPU, "pallas_gpu" for CUDA, and "chunked" elsewhere and where these refuse:
+            float64, several devices without `sharding`, a shard_map around it with check_vma=True.
+        rule: "fast" takes the gradient in the forward pass, with the logits of `chunk_size` tokens
+            in memory (of all, where there are no more) in the dtype of the inputs; "strict" holds
+            no more than a tile and recomputes. None takes "fast" for "mean" and "sum" while 256
+            tokens' logits take at most 2 GiB, else "strict".
+        chunk_size: Tokens per device. None takes 4096 on TPU and CUDA, 1024 elsewhere, less where
+            their logits would take more than 2 GiB; "chunked" takes it for the tokens of its tiles
+            under "strict".
+        float32_logits: The logits are never rounded to the dtype of the inputs, so the rule is
+            "strict". Without it "fast" rounds them, and on CUDA "strict" too (elsewhere "strict"
+            keeps float32 anyway); there it costs slabs of half as many tokens.
 
-    Raises ConfigError that names every reason: shapes and dtypes that do not fit, a layout left
-    open, a label outside the vocabulary (only outside jit), an option out of range or without
-    effect, a sharding that the mesh lacks, an implementation that cannot run.
+    Returns:
+        float32 (float64 for float64 inputs).
+
+    Raises:
+        ConfigError: Shapes and dtypes do not fit, a layout is left open, a label is outside the
+            vocabulary (only outside jit), an option is out of range or without effect, the mesh
+            lacks a sharding, or an implementation cannot run. The message names every reason.
     """
     call = checked(
         Request(
@@ -214,13 +235,14 @@ def fused_cross_entropy(
     sharding: LossSharding | None = None,
     implementation: Implementation | None = None,
 ) -> Array | LossWithTokens:
-    """fused_linear_cross_entropy for those who have the logits.
+    """Returns the loss of fused_linear_cross_entropy for callers that have the logits.
 
-    Nothing of their size is made but their gradient, which has their dtype.
+    Nothing of their size is made but their gradient, which has their dtype. Options are as there;
+    `sharding.vocab` is that of the last dimension of the logits, `sharding.embed` is not used.
+    "pallas_tpu" is no implementation here: on TPU, XLA's own row kernels run.
 
-    Options as there; `sharding.vocab` is that of the last dimension of the logits, `sharding.embed`
-    is not asked. "pallas_tpu" is no implementation here: on TPU, XLA's own row kernels run. Raises
-    ConfigError as there.
+    Raises:
+        ConfigError: As there.
     """
     call = checked(
         Request(
@@ -255,14 +277,13 @@ def token_log_probs(
     implementation: Implementation | None = None,
     float32_logits: bool = True,
 ) -> Float[Array, "*tokens"]:
-    """log p(label) of every token, in nats, 0 where it does not count.
+    """Returns log p(label) of every token, in nats, 0 where it does not count.
 
-    Differentiable, by the rule "strict".
-
-    For losses that are no weighted sum of cross entropies, such as those of preferences (Rafailov
-    et al., DPO, 2023). Arguments, dtypes and errors are those of fused_linear_cross_entropy; but
-    `float32_logits` is the default here: a log-ratio is a small difference of two of these, and the
-    rounding of bfloat16 logits would be as large as it.
+    It is differentiable, by the rule "strict". This is for losses that are no weighted sum of cross
+    entropies, such as those of preferences (Rafailov et al., DPO, 2023). Arguments, dtypes and
+    errors are those of fused_linear_cross_entropy; but `float32_logits` is the default here: a
+    log-ratio is a small difference of two of these, and the rounding of bfloat16 logits would be as
+    large as it.
     """
     call = checked(
         Request(
@@ -296,11 +317,11 @@ def token_entropy(
     sharding: LossSharding | None = None,
     implementation: Literal["reference", "chunked"] | None = None,
 ) -> Float[Array, "*tokens"]:
-    """The entropy of what the model expects in the place of every token, in nats: `-sum p log p`
-    over the vocabulary, 0 where the label does not count. No gradient passes through it.
+    """Returns the entropy of the model's prediction in the place of every token, in nats.
 
-    It takes one product of hidden states and head more than the loss, by XLA on every device, of
-    which no more than a tile exists at a time. Arguments, dtypes and errors are those of
+    It is `-sum p log p` over the vocabulary, 0 where the label does not count. No gradient passes
+    through it. It takes one product of hidden states and head more than the loss, by XLA on every
+    device, of which no more than a tile exists at a time. Arguments, dtypes and errors are those of
     fused_linear_cross_entropy; the kernels "pallas_tpu" and "pallas_gpu" do not compute it.
     """
     call = checked(
@@ -333,7 +354,7 @@ def sequence_log_probs(
     labels: Int[Array, "*batch S"],
     **options: Unpack[_LogProbOptions],
 ) -> Float[Array, "*batch"]:
-    """The sum of `token_log_probs` over each sequence, with its options.
+    """Returns the sum of `token_log_probs` over each sequence, with its options.
 
     It is log p(response) where the prompt's labels are `ignore_index`.
     """
@@ -341,7 +362,7 @@ def sequence_log_probs(
 
 
 def _stats(call: Call) -> LogitStats:
-    """The stats, differentiable."""
+    """Returns the stats, differentiable."""
     plan = call.plan
     if plan.is_reference:
         return reference.stats(call.inputs, layout=plan.layout, soft_cap=plan.soft_cap)

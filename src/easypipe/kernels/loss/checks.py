@@ -1,6 +1,6 @@
 """The checks of the arguments of the loss: every reason against them stands in one error.
 
-What can be met comes out as the arrays that the kernels take, and the plan.
+A request that passes comes out as the arrays that the kernels take, and the plan.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a call of the api. `lm_head` is None where `hidden` are the logits."""
+    """The arguments of a call of the api; `lm_head` is None where `hidden` are the logits."""
 
     at: str
     hidden: Array
@@ -65,11 +65,11 @@ class Request:
     chunk_size: int | None = None
     float32_logits: bool = False
     temperature: float = 1.0
-    entropy: bool = False  # is asked for, which XLA alone computes
+    entropy: bool = False  # whether the entropy is asked for, which XLA alone computes
 
     @functools.cached_property
     def arrays(self) -> dict[str, Array]:
-        """Those that are given."""
+        """The arrays that are given, by name."""
         found = {
             "hidden": self.hidden,
             "lm_head": self.lm_head,
@@ -80,8 +80,9 @@ class Request:
         return {name: array for name, array in found.items() if array is not None}
 
     def with_layout(self) -> Request:
-        """The same, of arrays, with the layout that the head's shape tells; None where it does not,
-        and where there is no head.
+        """Returns the same request, of arrays, with the layout that the head's shape tells.
+
+        The layout is None where the shape does not tell it, and where there is no head.
         """
         arrays = {name: jnp.asarray(array) for name, array in self.arrays.items()}
         hidden, lm_head, layout = arrays["hidden"], arrays.get("lm_head"), self.layout
@@ -93,7 +94,7 @@ class Request:
 
     @property
     def vocab(self) -> int:
-        """Columns over all devices."""
+        """The columns of the vocabulary over all devices."""
         if self.lm_head is None:
             return self.hidden.shape[-1]
         return self.lm_head.shape[(self.layout or "dv").index("v")]
@@ -116,7 +117,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Call:
-    """A request that can be met."""
+    """A request that passed the checks, as the kernels take it."""
 
     inputs: Inputs  # lm_head is None where hidden are the logits
     weights: Array  # accumulator dtype, 0 where a token does not count
@@ -128,7 +129,11 @@ class Call:
 
 
 def checked(request: Request) -> Call:
-    """Raises ConfigError with every reason why not."""
+    """Checks a request and returns the call.
+
+    Raises:
+        ConfigError: The request cannot run; the message gives every reason.
+    """
     request = request.with_layout()
     problems = [*_shapes(request), *_numbers(request), *_names(request), *_mesh(request)]
     if not problems:  # what follows needs shapes and names that are right
@@ -152,8 +157,8 @@ def _call(request: Request) -> Call:
     counted = (labels != request.ignore_index) & (labels >= 0) & (labels < vocab)
     weights = given["weights"].astype(dtype) if "weights" in given else jnp.ones((), dtype)
     weights = jnp.where(counted, weights, 0)
-    # Inside the user's shard_map, jax sums the cotangent of what all devices share; so it must be
-    # told of it before our rules begin.
+    # Inside the user's shard_map, jax sums the cotangents of arrays that all devices share, so the
+    # arrays have to be marked as varying before our rules begin.
     inputs = Inputs(hidden, lm_head, bias, jnp.where(counted, labels, -1))  # pyright: ignore[reportArgumentType]  (see Call)
     shared = jax.tree.leaves((inputs, weights, counted))
     inputs, weights, counted = jax.tree.map(
@@ -184,8 +189,9 @@ def _call(request: Request) -> Call:
 
 
 def _as_int32(labels: Array) -> Array:
-    """A label that int32 does not hold stays outside the vocabulary, instead of wrapping round into
-    it.
+    """Returns labels as int32; one that int32 does not hold stays outside the vocabulary.
+
+    Otherwise it would wrap round into the vocabulary.
     """
     ours, theirs = jnp.iinfo(jnp.int32), jnp.iinfo(labels.dtype)
     if theirs.max > ours.max:
@@ -236,7 +242,7 @@ def _shapes(request: Request) -> Iterator[str]:
 
 
 def _numbers(request: Request) -> Iterator[str]:
-    """All of these are static under jit."""
+    """Yields what is wrong with the numbers, all of which are static under jit."""
     if not 0 <= _number(request.z_loss) < math.inf:
         yield f"z_loss: {request.z_loss} is not a number from 0 up (1e-4 is usual)"
     if not 0 <= _number(request.label_smoothing) < 1:
@@ -260,7 +266,7 @@ def _numbers(request: Request) -> Iterator[str]:
 
 
 def _number(value: float) -> float:
-    """nan for what is no number, and for one that jit traces."""
+    """Returns nan for what is not a number, and for one that jit traces."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -270,7 +276,7 @@ def _number(value: float) -> float:
 def _is_whole(value: int) -> bool:
     try:
         return operator.index(value) == value
-    except TypeError:  # what jit traces, too
+    except TypeError:  # a value that jit traces comes here, too
         return False
 
 
@@ -362,7 +368,7 @@ def _mesh(request: Request) -> Iterator[str]:
 
 
 def _labels(request: Request) -> Iterator[str]:
-    """Only where their values are known."""
+    """Yields what is wrong with the labels, only where their values are known."""
     labels, vocab = request.labels, request.vocab
     if isinstance(labels, Tracer) or not labels.is_fully_addressable:
         return
@@ -415,8 +421,9 @@ def _refusals(request: Request, name: Implementation) -> Iterator[str]:
 
 
 def _elsewhere(request: Request, name: str) -> Iterator[str]:
-    """Only where nothing is traced: under jit the program may be lowered for a platform that is not
-    here.
+    """Yields why the implementation cannot run on the devices here, only where nothing is traced.
+
+    Under jit the program may be lowered for a platform that is not here.
     """
     arrays = list(request.arrays.values())
     if any(isinstance(array, Tracer) for array in arrays):

@@ -2,8 +2,8 @@
 
 The platform is that which the program is *lowered* for, not the one it is traced on: the platform
 of the mesh in `jax.set_mesh`, whose devices the program is for. Without a mesh a default survives
-jit and `jax.export(platforms=["cuda"])`: every candidate is traced and
-`jax.lax.platform_dependent` keeps the one that the platform wants.
+jit and `jax.export(platforms=["cuda"])`: every candidate is traced and `jax.lax.platform_dependent`
+keeps the one that the platform needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODULES: dict[Implementation, str] = {
     "pallas_tpu": "easypipe.kernels.loss.tpu.kernel",
     "pallas_gpu": "easypipe.kernels.loss.gpu.kernel",
 }
-# by platform; elsewhere "chunked"
+# The default implementation by platform; elsewhere it is "chunked".
 FAVOURITES: dict[str, Implementation] = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
 Result = TypeVar("Result")
 ANYWHERE = "cpu"  # stands for every platform without a favourite
@@ -40,9 +40,10 @@ CHUNK_TOKENS = {"tpu": 4096, "cuda": 4096, ANYWHERE: 1024}
 its reading and writing: about 245/C of the time of the three products on an H200, so 4096 there. On
 CPU at (4096, 1024, 50257) 1024 tokens need 9 % of the naive loss's memory and 0.9 of the time that
 512 take; more are no faster."""
-# of one chunk under *fast*; a chunk has fewer tokens where they would not fit
+# The most bytes of the logits of one chunk under *fast*; a chunk has fewer tokens where they would
+# not fit.
 LOGITS_BYTES = 2 << 30
-FEWEST_TOKENS = 256  # of a chunk: below this, *strict* is both smaller and faster
+FEWEST_TOKENS = 256  # the least of a chunk: below this, *strict* is both smaller and faster
 
 
 @dataclass(frozen=True)
@@ -50,26 +51,32 @@ class LossSharding:
     """The mesh axes over which the arguments of the loss lie.
 
     All of them are axes of the mesh in `jax.set_mesh`.
+
+    Args:
+        tokens: The axes of the first dimension of hidden and labels.
+        embed: The axes of dimension D of lm_head; its gradient comes out sharded so.
+        vocab: The axes of dimension V of lm_head.
+        sequence: The axes of the second dimension of hidden and labels, where they are batched; it
+            may share axes with vocab.
     """
 
-    tokens: tuple[str, ...] = ("data", "fsdp")  # the first dimension of hidden and labels
-    embed: tuple[str, ...] = ("fsdp",)  # dimension D of lm_head; its gradient comes out sharded so
-    vocab: tuple[str, ...] = ("tensor",)  # dimension V of lm_head
-    # the second dimension of hidden and labels, where they are batched; may share axes with vocab
+    tokens: tuple[str, ...] = ("data", "fsdp")
+    embed: tuple[str, ...] = ("fsdp",)
+    vocab: tuple[str, ...] = ("tensor",)
     sequence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All of a call that is no array: it is static under jit."""
+    """The part of a call that is not arrays; it is static under jit."""
 
-    # (platform, implementation); the last is for every platform not named
+    # (platform, implementation) pairs; the last is for every platform not named
     candidates: tuple[tuple[str, Implementation], ...]
     layout: Layout
     soft_cap: float | None
     sharding: LossSharding | None = None
     chunk_size: int | None = None
-    # of "pallas_gpu", the one whose strict logits are rounded; all others have them in float32
+    # for "pallas_gpu", the one whose strict logits are rounded; all others have them in float32
     float32_logits: bool = False
 
     @property
@@ -80,9 +87,10 @@ class Plan:
         return _dividing(self.sharding.vocab) if self.sharding else ()
 
     def token_axes(self, ndim: int) -> tuple[tuple[str, ...] | None, ...]:
-        """The mesh axes of every dimension of the labels.
+        """Returns the mesh axes of every dimension of the labels.
 
-        What the sequence shares with the vocabulary is gathered before the logits.
+        Axes that the sequence shares with the vocabulary are left out: they are gathered before the
+        logits.
         """
         if self.sharding is None:
             return (None,) * ndim
@@ -90,27 +98,30 @@ class Plan:
         return (_dividing(self.sharding.tokens) or None, _dividing(sequence) or None)[:ndim]
 
     def summed_axes(self, ndim: int) -> tuple[str, ...]:
-        """The mesh axes over which gradients of head and bias are summed."""
+        """Returns the mesh axes over which gradients of head and bias are summed."""
         return tuple(axis for axes in self.token_axes(ndim) for axis in axes or ())
 
 
 def _dividing(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those over which something is divided: an axis of one device asks for no collective."""
+    """Returns the axes over which something is divided: an axis of one device needs no
+    collective.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
 def kernel(name: Implementation) -> Kernel:
-    """The module of an implementation.
+    """Returns the module of an implementation.
 
-    Imported when first asked for: Pallas takes half a second.
+    It is imported when first asked for: Pallas takes half a second.
     """
     return cast("Kernel", importlib.import_module(MODULES[name]))
 
 
 def missing(module: str) -> str | None:
-    """Why a module of kernels cannot be imported (Pallas drops a backend now and then); None where
-    it can.
+    """Returns why a module of kernels cannot be imported; None where it can.
+
+    jax releases drop a backend of Pallas now and then.
     """
     try:
         importlib.import_module(module)
@@ -122,10 +133,17 @@ def missing(module: str) -> str | None:
 def by_platform(
     plan: Plan, run: Callable[..., Result], *arrays: PyTree, alike: bool = True
 ) -> Result:
-    """`run(platform, implementation, *arrays)` of the candidate whose platform the program is
-    lowered for: that of the mesh in `jax.set_mesh`, where there is one, or any.
+    """Returns `run(platform, implementation, *arrays)` of the candidate for the platform.
 
-    alike: `run` asks for the implementation only, so what several platforms share is traced once.
+    The platform is the one that the program is lowered for: that of the mesh in `jax.set_mesh`,
+    where there is one, or any.
+
+    Args:
+        plan: The plan with the candidates.
+        run: What to call.
+        arrays: Its arrays.
+        alike: `run` depends on the implementation only, so what several platforms share is traced
+            once.
     """
     branches: dict[str, Callable[..., Result]] = {}
     known: dict[tuple[str, ...], Callable[..., Result]] = {}
@@ -143,8 +161,10 @@ def by_platform(
 def candidates(
     refusals: Mapping[str, list[str]], implementation: Implementation | None
 ) -> tuple[tuple[str, Implementation], ...]:
-    """What may run: the implementation asked for; else each platform's favourite unless it refuses,
-    and "chunked".
+    """Returns what may run, as (platform, implementation).
+
+    It is the implementation asked for; otherwise each platform's favourite unless it refuses, and
+    "chunked".
     """
     own = tuple(item for item in FAVOURITES.items() if item[1] == implementation)
     if own:
@@ -158,21 +178,23 @@ def candidates(
 
 
 def platform_at_hand() -> str:
-    """That of the mesh in `jax.set_mesh`, else of the default device.
+    """Returns the platform of the mesh in `jax.set_mesh`, else of the default device.
 
-    What is lowered may be for another one.
+    The program may be lowered for another one.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return platform_name(jax.default_backend() if device is None else device.platform)
 
 
 def platform_name(platform: str) -> str:
-    """As a program is lowered for it; devices and backends call CUDA "gpu"."""
+    """Returns the name that programs are lowered by; devices and backends call CUDA "gpu"."""
     return "cuda" if platform == "gpu" else platform
 
 
 def misplaced(implementation: str | None, platforms: Collection[str]) -> str | None:
-    """Why it cannot run on devices of `platforms`; None where it can on one of them."""
+    """Returns why an implementation cannot run on devices of `platforms`; None where it can on
+    one.
+    """
     wanted = next(
         (platform for platform, name in FAVOURITES.items() if name == implementation), None
     )
@@ -182,9 +204,9 @@ def misplaced(implementation: str | None, platforms: Collection[str]) -> str | N
 
 
 def chunk_tokens(plan: Plan, platform: str, hidden: Array, lm_head: Array) -> int:
-    """Tokens of a chunk under *fast*, on this device.
+    """Returns the tokens of a chunk under *fast*, on this device.
 
-    XLA's alone can be tuned (`easypipe kernels tune`): a kernel's are as many as fit.
+    Only XLA's chunks can be tuned (`easypipe kernels tune`): a kernel's have as many as fit.
     """
     if plan.chunk_size is not None:
         return plan.chunk_size
@@ -199,14 +221,18 @@ def chunk_tokens(plan: Plan, platform: str, hidden: Array, lm_head: Array) -> in
 
 
 def fast_fits(vocab_on_device: int, itemsize: int) -> bool:
-    """Whether *fast* is the default for a scalar loss: a chunk worth having fits LOGITS_BYTES."""
+    """Returns whether *fast* is the default for a scalar loss: whether a useful chunk fits
+    LOGITS_BYTES.
+    """
     return vocab_on_device * itemsize * FEWEST_TOKENS <= LOGITS_BYTES
 
 
 def devices_without_sharding(*arrays: Array) -> int:
-    """Devices among which the compiler itself would have to split a kernel, which it can only do to
-    XLA's own operations: those of the mesh that the arguments or `jax.set_mesh` name, as far as
-    shard_map has not split them already."""
+    """Returns the devices among which the compiler itself would have to split a kernel.
+
+    It can split only XLA's own operations. The devices are those of the mesh that the arguments or
+    `jax.set_mesh` name, as far as shard_map has not split them already.
+    """
     meshes = [jax.typeof(array).sharding.mesh for array in arrays] + [
         jax.sharding.get_abstract_mesh()
     ]

@@ -59,11 +59,11 @@ __all__ = [
 
 Carry = TypeVar("Carry")
 Sums = TypeVar("Sums", LogitStats, Spread)
-LOWEST = -1e30  # stands for -inf, which no difference is taken of
+LOWEST = -1e30  # stands for -inf, of which no difference can be taken
 TILE = (1024, 4096)  # tokens and columns of a strict tile: 16 MiB of float32 logits
-# a float32 gradient of the hidden states, where they are not float32 themselves
+# The most bytes of a float32 gradient of the hidden states, where they are not float32 themselves.
 HIDDEN_BYTES = 64 << 20
-# columns of the head's gradient that are updated at once, where XLA cannot add a product in place
+# Columns of the head's gradient that are updated at once, where XLA cannot add a product in place.
 VOCAB_BLOCK = 1024
 
 
@@ -71,15 +71,16 @@ VECTOR = 1
 
 
 def refusals(hidden: ShapedArray, lm_head: ShapedArray, *, layout: Layout) -> list[str]:
-    """None: XLA runs everywhere."""
+    """Returns no reasons: XLA runs everywhere."""
     return []
 
 
 def stats(
     inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: tuple[int, int] | None = None
 ) -> LogitStats:
-    """Kernel.stats by an online log-sum-exp over tiles of the vocabulary (Milakov and Gimelshein,
-    2018).
+    """Returns Kernel.stats by an online log-sum-exp over tiles of the vocabulary.
+
+    Milakov and Gimelshein, 2018.
     """
     tiles = _Tiles(inputs, layout, soft_cap, block)
 
@@ -110,7 +111,7 @@ def stats(
 def spread(
     inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: tuple[int, int] | None = None
 ) -> Spread:
-    """What entropies are made of, by the same walk as `stats`."""
+    """Returns the parts of entropies, by the same walk as `stats`."""
     tiles = _Tiles(inputs, layout, soft_cap, block)
 
     def of_tokens(i: Array) -> Spread:
@@ -131,7 +132,7 @@ def spread(
 
 
 def _by_tokens(tiles: _Tiles, kind: type[Sums], of_tokens: Callable[[Array], Sums]) -> Sums:
-    """What `of_tokens` gives of each row of tiles, of all tokens."""
+    """Returns what `of_tokens` returns of each row of tiles, for all tokens."""
 
     def put(i: Array, out: Sums) -> Sums:
         both = zip(out, of_tokens(i), strict=True)
@@ -150,10 +151,10 @@ def gradients(
     block: tuple[int, int] | None = None,
     grad_dtype: DTypeLike | None = None,
 ) -> Gradients:
-    """Kernel.gradients.
+    """Returns Kernel.gradients.
 
-    One pass over the tiles gives both where the float32 sums of d_hidden may stand; else each has
-    its own.
+    One pass over the tiles gives both gradients where the float32 sums of d_hidden may stand;
+    otherwise each has a pass of its own.
     """
     hidden, lm_head, bias, _ = inputs
     tiles = _Tiles(inputs, layout, soft_cap, block)
@@ -203,7 +204,7 @@ class _Tiles:
     """The arguments, cut into tiles of C tokens x B columns.
 
     The last tile of a ragged dimension is moved back to lie inside, so that nothing is padded or
-    copied; `fresh` are those of its rows or columns that no tile before it had.
+    copied; its `fresh` rows or columns are those that no tile before it had.
     """
 
     def __init__(
@@ -249,7 +250,9 @@ class _Tiles:
         )
 
     def logits(self, i: Array, j: Array) -> tuple[Array, Array, Array, Array]:
-        """z[C, B], where it is a label's, and which rows and columns are fresh ([C, 1] and [B])."""
+        """Returns z[C, B], where it is a label's, and which rows and columns are fresh ([C, 1] and
+        [B]).
+        """
         x_CB = jnp.einsum(
             f"cd,{self.layout}->cv",
             self.token_rows(self.hidden, i),
@@ -269,8 +272,9 @@ class _Tiles:
     def d_logits(
         self, i: Array, j: Array, cotangents: tuple[Array, ...], *, every_row: bool = False
     ) -> tuple[Array, Array]:
-        """dx[C, B] in the dtype of the products and as it was before; 0 where a tile before this
-        one had it.
+        """Returns dx[C, B] in the dtype of the products, and as it was before rounding.
+
+        It is 0 where a tile before this one had it.
         """
         lse_C, *g_C = (self.token_rows(array, i) for array in cotangents)
         z_CB, hit_CB, fresh_C1, fresh_B = self.logits(i, j)
@@ -306,12 +310,16 @@ def loss_gradients(
     grad_dtype: DTypeLike | None = None,
     vocab_block: int | None = None,
 ) -> tuple[LogitStats, Gradients]:
-    """The stats over all shards, and the gradients of `sum_t weights[t] * loss[t]`: the whole of
-    *fast*, forward and backward.
+    """Returns the stats over all shards, and the gradients of `sum_t weights[t] * loss[t]`.
 
-    kernel: whose rows are used. vocab_axes: manual mesh axes over which the
-    vocabulary lies; `d_hidden` is this shard's share. grad_dtype: of the head's and the bias's
-    gradient. vocab_block: see VOCAB_BLOCK.
+    This is the whole of *fast*, forward and backward.
+
+    Args:
+        kernel: The kernel whose rows are used.
+        vocab_axes: The manual mesh axes over which the vocabulary lies; `d_hidden` is this shard's
+            share.
+        grad_dtype: The dtype of the gradients of head and bias.
+        vocab_block: See VOCAB_BLOCK.
     """
     hidden, lm_head, bias, labels = inputs
     num_tokens, dtype = hidden.shape[0], accumulator_dtype(hidden, lm_head)
@@ -323,7 +331,7 @@ def loss_gradients(
     def rows(
         logits: list[Array], labels: list[Array], weights_C: Array
     ) -> tuple[list[Array], LogitStats]:
-        """dx of every piece of the vocabulary, and the stats over all of them."""
+        """Returns dx of every piece of the vocabulary, and the stats over all of them."""
         if len(pieces) == 1 and not vocab_axes:
             dx_CV, stats = kernel.row_step(
                 logits[0], labels[0], weights_C, objective=objective, **options
@@ -353,7 +361,7 @@ def loss_gradients(
             d_hidden, _joined([d_head.astype(head_dtype) for d_head in d_heads], axis), d_bias
         )
 
-    # no sum over chunks, so no float32 gradient of the head beside the one returned
+    # There is no sum over chunks, so no float32 gradient of the head beside the one returned.
     if num_chunks == 1:
         stats, d_hidden, dx = one(hidden, labels, weights)
         d_heads = [
@@ -364,7 +372,7 @@ def loss_gradients(
 
     def step(i: Array, out: _Chunks) -> _Chunks:
         all_stats, all_hidden, d_heads, d_biases = out
-        # the last chunk is moved back to lie inside; what was seen weighs 0
+        # The last chunk is moved back to lie inside; tokens that were seen already weigh 0.
         first = jnp.minimum(i * chunk, num_tokens - chunk)
         fresh_C = first + jnp.arange(chunk) >= i * chunk
         hidden_CD, labels_C, weights_C, old_CD = (
@@ -413,8 +421,9 @@ class _Piece(NamedTuple):
 
 
 def _pieces(lm_head: Array, bias: Array | None, layout: Layout, vector: int) -> list[_Piece]:
-    """The vocabulary, cut after its last whole vector: of one that is no multiple of that, cuBLAS
-    would pad logits, head and gradient.
+    """Returns the vocabulary, cut after its last whole vector.
+
+    cuBLAS would pad logits, head and gradient of a piece that is no multiple of that.
     """
     axis, vocab = layout.index("v"), vocab_size(lm_head, layout)
     cuts = sorted({0, vocab // vector * vector, vocab})
@@ -431,7 +440,9 @@ def _joined(arrays: list[Array], axis: int) -> Array:
 
 
 def _chunk_logits(hidden_CD: Array, lm_head: Array, bias: Array | None, layout: Layout) -> Array:
-    """x in the dtype of the inputs, rounded once: half the memory and traffic of float32 logits."""
+    """Returns x in the dtype of the inputs, rounded once: half the memory and traffic of
+    float32.
+    """
     dtype = jnp.result_type(hidden_CD, lm_head)
     if bias is None:
         return jnp.einsum(f"cd,{layout}->cv", hidden_CD, lm_head, preferred_element_type=dtype)
@@ -447,8 +458,9 @@ def _chunk_logits(hidden_CD: Array, lm_head: Array, bias: Array | None, layout: 
 def _add_product(
     d_lm_head: Array, hidden_CD: Array, dx_CV: Array, layout: Layout, vocab_block: int | None
 ) -> Array:
-    """`d_lm_head + hidden_CD.T @ dx_CV`; a block of columns at a time where the product would be a
-    second array of D x V.
+    """Returns `d_lm_head + hidden_CD.T @ dx_CV`.
+
+    It takes a block of columns at a time where the product would be a second array of D x V.
     """
     axis = layout.index("v")
     vocab = d_lm_head.shape[axis]
@@ -473,8 +485,9 @@ def _add_product(
 
 
 def chunk_shape(size: int, most: int, multiple: int = 128) -> tuple[int, int]:
-    """`(pieces, size of a piece)`: as few as `most` allows, of even size, a multiple of 128 where
-    there are several.
+    """Returns `(pieces, size of a piece)`: as few pieces as `most` allows, of even size.
+
+    The size is a multiple of 128 where there are several.
     """
     pieces = max(1, -(-size // most))
     even = -(-size // pieces)
@@ -488,7 +501,7 @@ def _put(whole: Array, piece: Array, first: Array, axis: int) -> Array:
 
 
 def _loop(count: int, body: Callable[[Array, Carry], Carry], start: Carry) -> Carry:
-    """fori_loop; a single turn is inlined, so that constants reach the compiler."""
+    """Runs fori_loop; a single turn is inlined, so that constants reach the compiler."""
     return body(jnp.int32(0), start) if count == 1 else jax.lax.fori_loop(0, count, body, start)
 
 
@@ -497,7 +510,7 @@ def row_stats(logits: Array, labels: Array, *, soft_cap: float | None) -> LogitS
     best_C = z_CV.max(axis=-1)
     log_sum_C = jnp.log(jnp.exp(z_CV - best_C[:, None]).sum(axis=-1))
     is_local_C = (labels >= 0) & (labels < logits.shape[1])
-    # One element a row is picked from the logits as they lie: a sum over `hit * z` would be one
+    # One element a row is picked from the logits where they lie: a sum over `hit * z` would be one
     # more pass over all of them.
     target_C = jnp.take_along_axis(logits, jnp.where(is_local_C, labels, 0)[:, None], axis=1)[:, 0]
     return LogitStats(

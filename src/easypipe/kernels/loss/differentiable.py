@@ -30,9 +30,10 @@ from easypipe.kernels.loss.stats import (
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def logit_stats(inputs: Inputs, plan: Plan) -> LogitStats:
-    """The stats of `inputs`, differentiable in hidden, lm_head and bias (*strict*); `best` passes
-    no gradient on. Of logits that are at hand, nothing of their size is kept but they, and their
-    gradient has their dtype.
+    """Returns the stats of `inputs`, differentiable in hidden, lm_head and bias (*strict*).
+
+    `best` passes no gradient on. Of logits that are at hand nothing of their size is kept but they
+    themselves, and their gradient has their dtype.
     """
     return sharded.stats(inputs, plan)
 
@@ -57,8 +58,10 @@ logit_stats.defvjp(_stats_forward, _stats_backward)
 def weighted_sum(
     inputs: Inputs, weights: Array, objective: Objective, plan: Plan
 ) -> tuple[Array, LogitStats]:
-    """`sum_t weights[t] * loss[t]`, differentiable in all of inputs and weights (*fast*); and the
-    stats, which pass none on.
+    """Returns `sum_t weights[t] * loss[t]`, differentiable in inputs and weights (*fast*); and the
+    stats.
+
+    The stats pass no gradient on.
     """
     stats = sharded.stats(inputs, plan)
     return (weights * token_losses(stats, objective)).sum(), stats

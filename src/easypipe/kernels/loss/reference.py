@@ -1,6 +1,6 @@
 """The readable oracle: every kernel is checked against this file, in value and gradient.
 
-T tokens · D width · V vocabulary.  logits_TV never exists outside this file.
+T tokens · D width · V vocabulary. logits_TV never exists outside this file.
 """
 # ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
 
@@ -27,9 +27,9 @@ from easypipe.kernels.loss.stats import (
 def stats(
     inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: None = None
 ) -> LogitStats:
-    """Kernel.stats, differentiable by jax itself: a second opinion on every `gradients`.
+    """Returns the sums of Kernel.stats, differentiable by jax itself.
 
-    Leading shapes other than [T] will do.
+    That is a second opinion on every `gradients`. Leading shapes other than [T] will do.
     """
     z_TV = soft_capped(_logits(inputs, layout), soft_cap)
     best_T = jax.lax.stop_gradient(z_TV.max(axis=-1))
@@ -42,7 +42,7 @@ def stats(
 
 
 def entropy(inputs: Inputs, *, layout: Layout, soft_cap: float | None) -> Float[Array, "*tokens"]:
-    """-sum_v p log p of every token, in nats."""
+    """Returns -sum_v p log p of every token, in nats."""
     z_TV = soft_capped(_logits(inputs, layout), soft_cap)
     return jax.scipy.special.entr(jax.nn.softmax(z_TV)).sum(axis=-1)
 
@@ -57,7 +57,7 @@ def gradients(
     block: None = None,
     grad_dtype: DTypeLike | None = None,
 ) -> Gradients:
-    """Kernel.gradients, the formula as it stands there."""
+    """Returns the gradients by the formula of Kernel.gradients, as it stands there."""
     hidden, lm_head, bias, labels = inputs
     z_TV = soft_capped(_logits(inputs, layout), soft_cap)
     exact_TV = logit_gradients(z_TV, _hits(labels, z_TV), lse, g, soft_cap)
@@ -74,7 +74,7 @@ def gradients(
 
 
 def _logits(inputs: Inputs, layout: Layout) -> Array:
-    """x in float32 (float64); `hidden` itself where there is no head."""
+    """Returns x in float32 (float64); it is `hidden` itself where there is no head."""
     hidden, lm_head, bias, _ = inputs
     if lm_head is None:
         return hidden.astype(accumulator_dtype(hidden))

@@ -1,15 +1,13 @@
 """Stats and gradients of arguments that lie over a mesh, with every collective written out.
 
-No autodiff passes through.
+No autodiff passes through. A custom_vjp *inside* `shard_map(check_vma=False)` gave a right loss and
+half of the head's gradient at tensor=2. So the rules of differentiation stand outside
+(differentiable.py), and forward and backward are two shard_maps.
 
-A custom_vjp *inside* `shard_map(check_vma=False)` gave a right loss and half of the head's gradient
-at tensor=2. So the rules of differentiation stand outside (differentiable.py), and forward and
-backward are two shard_maps.
-
-Collectives: the stats of the vocabulary's shards, 16 bytes per token and shard, by one all-gather;
-the gradient of the hidden states, summed over the vocabulary; those of head and bias, summed over
-the tokens, scattered over the axes along which the head lies. Besides, the compiler gathers the
-head along `embed` before it is used, as for any layer.
+The collectives are: the stats of the vocabulary's shards, 16 bytes per token and shard, by one
+all-gather; the gradient of the hidden states, summed over the vocabulary; those of head and bias,
+summed over the tokens, scattered over the axes along which the head lies. Besides, the compiler
+gathers the head along `embed` before it is used, as for any layer.
 
 `inputs.hidden` may be the logits themselves, with no lm_head: then every shard holds what its
 gradient needs.
@@ -51,7 +49,7 @@ from easypipe.kernels.loss.stats import (
     vocab_size,
 )
 
-# of the hidden states' gradient that are summed over the vocabulary's shards at once
+# So many bytes of the hidden states' gradient are summed over the vocabulary's shards at once.
 SUM_BYTES = 8 << 20
 
 Result = TypeVar("Result")
@@ -59,7 +57,7 @@ Tree = TypeVar("Tree")
 
 
 def stats(inputs: Inputs, plan: Plan) -> LogitStats:
-    """The stats over the whole vocabulary, of the shape of the labels."""
+    """Returns the stats over the whole vocabulary, in the shape of the labels."""
 
     def on_device(inputs: Inputs) -> LogitStats:
         def run(platform: str, name: Implementation, flat: Inputs) -> LogitStats:
@@ -74,7 +72,9 @@ def stats(inputs: Inputs, plan: Plan) -> LogitStats:
 
 
 def entropy(inputs: Inputs, plan: Plan) -> Array:
-    """-sum_v p log p over the whole vocabulary, of the shape of the labels; by XLA alone."""
+    """Returns -sum_v p log p over the whole vocabulary, in the shape of the labels; by XLA
+    alone.
+    """
 
     def on_device(inputs: Inputs) -> Array:
         local = chunked.spread(_flat(inputs, plan), **_options(plan, "chunked"))
@@ -84,7 +84,7 @@ def entropy(inputs: Inputs, plan: Plan) -> Array:
 
 
 def gradients(inputs: Inputs, lse: Array, g: Cotangents, plan: Plan) -> Gradients:
-    """Kernel.gradients over all shards.
+    """Returns the gradients of Kernel.gradients over all shards.
 
     Sums over shards are taken in the dtypes of the results, so that no float32 copy of them stands.
     """
@@ -109,7 +109,7 @@ def gradients(inputs: Inputs, lse: Array, g: Cotangents, plan: Plan) -> Gradient
 def stats_and_gradients(
     inputs: Inputs, weights: Array, objective: Objective, plan: Plan
 ) -> tuple[LogitStats, Gradients]:
-    """The stats, and the gradients of `sum_t weights[t] * loss[t]`: *fast*."""
+    """Returns the stats, and the gradients of `sum_t weights[t] * loss[t]`: the rule *fast*."""
     is_summed = bool(plan.summed_axes(inputs.labels.ndim))
 
     def on_device(inputs: Inputs, weights: Array) -> tuple[LogitStats, Gradients]:
@@ -145,10 +145,10 @@ def _on_mesh(
     plan: Plan,
     out_specs: Callable[[P, Gradients], PyTree],
 ) -> Result:
-    """`on_device(inputs, *per_token)` on every device.
+    """Calls `on_device(inputs, *per_token)` on every device.
 
-    Tokens that do not divide over their devices are padded, and cut off the results. `out_specs`:
-    from how tokens and how gradients lie.
+    Tokens that do not divide over their devices are padded, and cut off the results. `out_specs`
+    makes the specs of the results from those of tokens and gradients.
     """
     if plan.sharding is None:
         return on_device(inputs, *per_token)
@@ -182,7 +182,7 @@ def _on_mesh(
 
         return jax.tree.map(one, specs, arrays, is_leaf=lambda leaf: isinstance(leaf, P))
 
-    # what is padded counts for nothing: its weight and its cotangents are 0
+    # Padding counts for nothing: its weight and its cotangents are 0.
     def pad(array: Array) -> Array:
         return jnp.pad(array, padding + [(0, 0)] * (array.ndim - len(padding)))
 
@@ -193,9 +193,10 @@ def _on_mesh(
 
 
 def _summed(grads: Gradients, inputs: Inputs, plan: Plan) -> Gradients:
-    """The gradient of the hidden states over the vocabulary's shards, in its own dtype; a slab of
-    tokens at a time, in place: a second array would be large. Nothing of logits, which lie over
-    them.
+    """Sums the gradient of the hidden states over the vocabulary's shards, in its own dtype.
+
+    It takes a slab of tokens at a time, in place: a second array would be large. The gradient of
+    logits, which lie over the shards, is not summed.
     """
     d_hidden, axes = grads.hidden, plan.vocab_axes()
 
@@ -203,7 +204,7 @@ def _summed(grads: Gradients, inputs: Inputs, plan: Plan) -> Gradients:
         first = jnp.minimum(i * size, tokens - size)  # the last slab is moved back to lie inside
         slab = jax.lax.dynamic_slice_in_dim(d_hidden, first, size)
         summed = jax.lax.psum(slab, axes)
-        if tokens % size:  # what it has of the one before is summed already
+        if tokens % size:  # the rows that it shares with the slab before are summed already
             summed = jnp.where((first + jnp.arange(size) >= i * size)[:, None], summed, slab)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, summed, first, axis=0)
 
@@ -222,7 +223,9 @@ def _of_stats(tokens: P) -> LogitStats:
 
 
 def _flat(inputs: Inputs, plan: Plan) -> Inputs:
-    """Hidden states [T, D] (or logits [T, V]), and labels [T] as column ids of this shard."""
+    """Returns hidden states [T, D] (or logits [T, V]), and labels [T] as column ids of this
+    shard.
+    """
     hidden, head, first = inputs.hidden, inputs.lm_head, 0
     if plan.vocab_axes():
         columns = hidden.shape[-1] if head is None else vocab_size(head, plan.layout)
@@ -236,7 +239,9 @@ def _shaped(stats: LogitStats, labels: Array) -> LogitStats:
 
 
 def _scattered(inputs: Inputs, plan: Plan) -> tuple[str, ...]:
-    """The axes over which the head's gradient is scattered while it is summed over the tokens."""
+    """Returns the axes over which the head's gradient is scattered while it is summed over the
+    tokens.
+    """
     if plan.sharding is None:
         return ()
     summed = plan.summed_axes(inputs.labels.ndim)
@@ -246,7 +251,7 @@ def _scattered(inputs: Inputs, plan: Plan) -> tuple[str, ...]:
 
 
 def _reduced(grads: Gradients, inputs: Inputs, plan: Plan) -> Gradients:
-    """The gradients of head and bias summed over the tokens, in the dtypes of head and bias."""
+    """Sums the gradients of head and bias over the tokens, in the dtypes of head and bias."""
     if plan.sharding is None or inputs.lm_head is None:
         return grads
     summed = plan.summed_axes(inputs.labels.ndim)
@@ -264,8 +269,9 @@ def _reduced(grads: Gradients, inputs: Inputs, plan: Plan) -> Gradients:
 
 
 def _options(plan: Plan, name: Implementation) -> Arguments:  # keyword arguments of any type
-    """What one implementation is told under *strict*: a chunk_size is the tile's number of tokens
-    too, logits may be float32.
+    """Returns the keyword arguments of one implementation under *strict*.
+
+    A chunk_size is the tile's number of tokens too, and logits may be float32.
     """
     options: Arguments = {"layout": plan.layout, "soft_cap": plan.soft_cap}
     if name == "chunked" and plan.chunk_size is not None:

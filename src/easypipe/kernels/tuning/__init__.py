@@ -1,1 +1,1 @@
-"""Block sizes of the loss kernels: the table of what was measured, and the measuring."""
+"""Block sizes of the loss kernels: the table of measured sizes, and the measuring."""

@@ -21,7 +21,7 @@ from easypipe.kernels.loss.tpu.blocks import block_candidates, device_of, sizes_
 from easypipe.kernels.tuning.table import Entry, blocks_for, bucket, device_kind
 
 CHUNK_TOKENS = (128, 256, 512, 1024, 2048, 4096)
-REFERENCE_TOKENS = 128  # whose logits the reference holds at once
+REFERENCE_TOKENS = 128  # the reference holds the logits of so many tokens at once
 ROUNDING = {"bfloat16": 0.05, "float32": 1e-3}
 """How far an array may lie from the reference, as a share of its norm. Rounding errs by a tenth of
 it; a block that is read twice, left out or shifted by far more."""
@@ -49,12 +49,15 @@ def tune(
     repeats: int = 5,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> Entry:
-    """The fastest blocks, forward and backward, of the implementation that is the default on this
-    device, as an entry of the table.
+    """Returns the fastest blocks of the default implementation, forward and backward, as an entry.
 
     The values of a choice are compared with the reference before it is timed. The least of
-    `repeats` runs counts: what else the machine does only ever adds. Raises ConfigError for sizes
-    below 1, an unknown dtype, and where no blocks run, or none gives right values.
+    `repeats` runs counts: what else the machine does only ever adds. The sizes are those of one
+    device's share.
+
+    Raises:
+        ConfigError: A size is below 1, the dtype is unknown, no blocks run, or none gives right
+            values.
     """
     for at, value in (
         ("tokens", tokens),
@@ -113,14 +116,14 @@ def _tried(
         if problem := _problem(step(*arguments), wanted, arguments[1].dtype.name):
             return Trial(blocks, None, problem)
         return Trial(blocks, _milliseconds(step, arguments, repeats))
-    # too large for the device or its compiler
+    # these blocks are too large for the device or its compiler
     except (ConfigError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return Trial(blocks, None, str(error).strip().splitlines()[0][:200])
 
 
 def _problem(found: Values, wanted: Values, dtype: str) -> str | None:
-    """Which value differs from the reference by more than rounding, and by how much of its norm;
-    None where all agree.
+    """Returns which value differs from the reference by more than rounding; None where all
+    agree.
     """
     for what, ours, exact in zip(("loss", "d_hidden", "d_lm_head"), found, wanted, strict=True):
         ours, exact = ours.astype(jnp.float32), exact.astype(jnp.float32)
@@ -132,15 +135,16 @@ def _problem(found: Values, wanted: Values, dtype: str) -> str | None:
 
 @jax.jit
 def _wanted(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> Values:
-    """The mean loss and its gradients by the reference, some tokens at a time, so that all logits
-    never exist.
+    """Returns the mean loss and its gradients by the reference.
+
+    It takes some tokens at a time, so that all logits never exist.
     """
     count = labels.shape[0]
     pieces = -(-count // REFERENCE_TOKENS)
 
     def some(d_head: jax.Array, start: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         place = start + jnp.arange(REFERENCE_TOKENS)
-        # the weight of a token; places past the end read the last one
+        # the weight of a token; it is 0 past the end, where the last token is read
         inside = (place < count).astype(jnp.float32) / count
         inputs = Inputs(
             hidden.at[place].get(mode="clip"), lm_head, None, labels.at[place].get(mode="clip")
@@ -176,7 +180,7 @@ def _candidates(
             blocks._asdict() for blocks in block_candidates(device_of(device_kind()), sizes)
         )
     else:
-        # Pallas drops a backend now and then: it is imported where it runs
+        # jax releases drop a backend of Pallas now and then, so it is imported where it runs
         from easypipe.kernels.loss.gpu import kernel as gpu
 
         start = blocks_for(
@@ -187,8 +191,10 @@ def _candidates(
 
 
 def _step(name: choice.Implementation, blocks: Mapping[str, int]) -> Callable[..., Values]:
-    """The mean loss and its gradients: *fast* for "chunked", whose blocks are its chunks; *strict*
-    for kernels, whose blocks are tiles.
+    """Returns a function of the mean loss and its gradients.
+
+    It is *fast* for "chunked", whose blocks are its chunks, and *strict* for kernels, whose blocks
+    are tiles.
     """
     if name == "chunked":
 

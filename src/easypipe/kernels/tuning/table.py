@@ -5,7 +5,7 @@
 The table (`user_table`) is a list of entries
 
     {"device": "TPU v6 lite", "implementation": "pallas_tpu", "tokens": 8192, "width": 2048,
-    "vocab": 32768, "dtype": "bfloat16",
+     "vocab": 32768, "dtype": "bfloat16",
      "blocks": {"name": size, ...}, "source": "measured", "ms": 12.3}
 
 An entry serves every shape of its bucket: `tokens`, `width` and `vocab` are rounded up to powers of
@@ -47,17 +47,29 @@ Key = tuple[str, str, int, int, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Block sizes for one bucket of shapes on one kind of device."""
+    """Block sizes for one bucket of shapes on one kind of device.
 
-    device: str  # jax's `device_kind`
+    Args:
+        device: jax's `device_kind`.
+        implementation: The name of the implementation.
+        tokens: A power of two, the upper end of the bucket.
+        width: A power of two, the upper end of the bucket.
+        vocab: A power of two, the upper end of the bucket.
+        dtype: The dtype of hidden states and head.
+        blocks: The block sizes by name.
+        source: "measured".
+        ms: The milliseconds of forward and backward pass.
+    """
+
+    device: str
     implementation: str
-    tokens: int  # these three: powers of two, the upper ends of the bucket
+    tokens: int
     width: int
     vocab: int
-    dtype: str  # of hidden states and head
+    dtype: str
     blocks: Mapping[str, int]
     source: Literal["measured"]
-    ms: float  # forward and backward
+    ms: float
 
     @property
     def key(self) -> Key:
@@ -65,19 +77,20 @@ class Entry:
 
 
 def bucket(size: int) -> int:
-    """The power of two at or above `size`."""
+    """Returns the power of two at or above `size`."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def device_kind() -> str:
-    """jax's name of the device that is compiled for: that of the mesh of `jax.set_mesh`, with or
-    without hardware, or the default one.
+    """Returns jax's name of the device that is compiled for.
+
+    It is that of the mesh of `jax.set_mesh`, with or without hardware, or the default device.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         return abstract.device_kind
-    # a device, the name of a platform, or None
-    default = getattr(jax.config, "jax_default_device", None)  # its options are no attributes
+    # `default` is a device, the name of a platform, or None; jax's options are no attributes.
+    default = getattr(jax.config, "jax_default_device", None)
     if default is None or isinstance(default, str):
         default = jax.devices(default)[0]
     return default.device_kind
@@ -93,10 +106,11 @@ def blocks_for(
     *,
     default: Callable[[], Mapping[str, int]],
 ) -> dict[str, int]:
-    """The block sizes of `default()`, with those of the entry whose bucket holds the shape over
-    them.
+    """Returns the block sizes of `default()`, replaced by those of the entry whose bucket holds the
+    shape.
 
-    Raises ConfigError for an entry with a size that `default()` does not know.
+    Raises:
+        ConfigError: The entry has a size that `default()` does not know.
     """
     key = (
         device,
@@ -120,14 +134,19 @@ def blocks_for(
 
 
 def user_table() -> Path:
-    """Where `easypipe kernels tune` writes unless told otherwise, and where block sizes are looked
-    up. It need not exist.
+    """Returns where `easypipe kernels tune` writes by default, and where block sizes are looked up.
+
+    The file need not exist.
     """
     return Path(platformdirs.user_config_dir("easypipe")) / "kernels.json"
 
 
 def read_table(path: Path) -> list[Entry]:
-    """Raises ConfigError naming the file and the entry for what is no table."""
+    """Reads a table.
+
+    Raises:
+        ConfigError: The file is not a table; the message names the file and the entry.
+    """
     return _parse(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -185,5 +204,7 @@ def _user_entries() -> dict[Key, Entry]:
 
 @functools.lru_cache(maxsize=4)
 def _read_user(path: Path, changed: int) -> dict[Key, Entry]:
-    """`changed` is the file's time: a table that was written meanwhile is read anew."""
+    """Reads the user's table; `changed` is the file's time, so that a changed table is read
+    anew.
+    """
     return {entry.key: entry for entry in read_table(path)}

@@ -7,12 +7,11 @@ slab is a bounded piece of the logits in the dtype of the inputs, or in float32 
 - forward: a slab is some tokens x all columns. Only rows of `hidden` are sliced, so nothing is
   copied, and a row's sums are whole.
 - backward: a slab is all tokens x some columns. The head's gradient is final for these columns;
-  d_hidden adds up in float32, [T, D].
-  Where that sum would be too large, d_hidden has a pass of its own, over groups of tokens; rounding
-  the head's gradient once for each group instead would make its error, at four groups, up to 1.8
-  times that of the naive program. XLA slices a head of layout "vd" inside the products. Of layout
-  "dv" it copies the slab's columns, of the head and of its gradient, 8·D·V bytes in all: "vd" is
-  the faster here.
+  d_hidden adds up in float32, [T, D]. Where that sum would be too large, d_hidden has a pass of its
+  own, over groups of tokens; rounding the head's gradient once for each group instead would make
+  its error, at four groups, up to 1.8 times that of the naive program. XLA slices a head of layout
+  "vd" inside the products. Of layout "dv" it copies the slab's columns, of the head and of its
+  gradient, 8·D·V bytes in all: "vd" is the faster here.
 
 FLOPs: 8·T·D·V, the least with recomputation; 10 where d_hidden has its own pass. Temporaries:
 `slab_mib` of the block sizes, and cuBLAS's workspace (32 MiB on Hopper).
@@ -63,20 +62,21 @@ Start = Array | int
 Carry = TypeVar("Carry")
 MIB = 1 << 20
 DEFAULT_BLOCKS: Mapping[str, int] = {
-    # all temporaries but cuBLAS's workspace; with it 288 MiB, under the 0.3 GiB promised. A table
-    # may only say less
+    # All temporaries but cuBLAS's workspace; with it they are 288 MiB, under the 0.3 GiB promised.
+    # A table may only say less.
     "slab_mib": 256,
     "row_columns": RowBlock().columns,
     "row_warps": RowBlock().num_warps,
 }
 ALIGN = 128  # where a slab cannot be even, it is a multiple of this: whole tiles for the products
-# elements of 16 bytes in half precision: rows must start at such a multiple for the widest loads
+# So many elements of half precision are 16 bytes: rows must start at such a multiple for the widest
+# loads.
 VECTOR = 8
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def refusals(hidden: ShapedArray, lm_head: ShapedArray, *, layout: Layout) -> list[str]:
-    """Every reason why these arguments cannot run here (see stats.Kernel)."""
+    """Returns every reason why these arguments cannot run here (see stats.Kernel)."""
     reasons = []
     for name, array in (("hidden", hidden), ("lm_head", lm_head)):
         if jnp.dtype(array.dtype).name not in DTYPES:
@@ -101,9 +101,9 @@ def stats(
     interpret: bool = False,
     float32_logits: bool = False,
 ) -> LogitStats:
-    """The four sums (see stats.Kernel).
+    """Returns the four sums (see stats.Kernel).
 
-    `float32_logits`: the products' float32 sums are not rounded to the dtype of the inputs.
+    With `float32_logits` the products' float32 sums are not rounded to the dtype of the inputs.
     """
     hidden, lm_head, bias, labels = inputs
     sizes = _blocks(block, hidden, lm_head, layout)
@@ -135,8 +135,8 @@ def stats(
     if vocab % VECTOR == 0:
         unset_4T = jax.lax.empty((4, num_tokens), jnp.float32)
         sums_4T = _pieces(num_tokens, problem.token_slab(), some_tokens, unset_4T, hidden)
-    # XLA would copy all of the head into one of whole vectors: cut it into slabs that are, and a
-    # narrow last one
+    # XLA would copy all of the head into one of whole vectors, so it is cut into slabs of whole
+    # vectors, and a narrow last one.
     else:
         nothing_4T = jnp.broadcast_to(
             jnp.asarray([[rows.LOWEST], [0], [0], [rows.LOWEST]], jnp.float32), (4, num_tokens)
@@ -157,7 +157,9 @@ def gradients(
     interpret: bool = False,
     float32_logits: bool = False,
 ) -> Gradients:
-    """The gradients of the three sums (see stats.Kernel); `float32_logits` as in `stats`."""
+    """Returns the gradients of the three sums (see stats.Kernel); `float32_logits` as in
+    `stats`.
+    """
     hidden, lm_head, bias, labels = inputs
     sizes = _blocks(block, hidden, lm_head, layout)
     asked, per_token = hidden.shape[0], (labels, lse, *g)
@@ -169,7 +171,7 @@ def gradients(
     def over_columns(
         sums: _Sums, hidden_GD: Array, per_token_G: tuple[Array, ...], columns: int
     ) -> _Sums:
-        """Of some tokens, by slabs: the gradients that `sums` has a place for."""
+        """Adds up, for some tokens and by slabs, the gradients that `sums` has a place for."""
         labels_G, lse_G, *g_G = per_token_G
 
         def slab(sums: _Sums, hidden_GD: Array, first: Start, count: int) -> _Sums:
@@ -224,7 +226,7 @@ def gradients(
     )
     d_hidden = sums.hidden
     if d_hidden is None:
-        # one pass after the other: their slabs share the budget
+        # The passes run one after the other, as their slabs share the budget.
         hidden, sums = jax.lax.optimization_barrier((hidden, sums))
         d_hidden = _pieces(
             num_tokens,
@@ -246,39 +248,56 @@ class _Sums(NamedTuple):
 
 
 class Slabs(NamedTuple):
-    """Of the backward pass."""
+    """The slabs of the backward pass.
 
-    # tokens whose d_hidden adds up at once; where these are not all, d_hidden has a pass of its own
+    Attributes:
+        group: The tokens whose d_hidden adds up at once; where these are not all, d_hidden has a
+            pass of its own.
+        columns: The columns of a slab of all tokens.
+        group_columns: The columns of a slab of a group, in that pass of its own; 0 where there is
+            none.
+    """
+
     group: int
-    columns: int  # of a slab of all tokens
-    group_columns: int  # of a slab of a group, in that pass of its own; 0 where there is none
+    columns: int
+    group_columns: int
 
 
 class Problem(NamedTuple):
-    """What slabs are cut from. No slab is more than half of the logits, so that it is never all."""
+    """The sizes that slabs are cut from. No slab is more than half of the logits, so it is never
+    all.
+
+    Attributes:
+        item: The bytes of a number of the inputs.
+        logit: The bytes of one logit.
+        beside: The bytes of one logit, and of the dx that is rounded beside it in the backward
+            pass.
+        budget: The bytes of all temporaries.
+    """
 
     tokens: int
     width: int
     vocab: int
     layout: Layout
-    item: int  # bytes of a number of the inputs
-    logit: int  # of one logit
-    beside: int  # of one, and of the dx that is rounded beside it in the backward pass
-    budget: int  # of all temporaries
+    item: int
+    logit: int
+    beside: int
+    budget: int
 
     def token_slab(self) -> int:
-        """Tokens of a slab in the forward pass."""
+        """Returns the tokens of a slab in the forward pass."""
         return _even(
             self.tokens, min(self.budget // (self.vocab * self.logit), -(-self.tokens // 2))
         )
 
     def column_slab(self) -> int:
-        """Columns of a slab in the forward pass of a vocabulary of no whole vectors."""
+        """Returns the columns of a slab in the forward pass of a vocabulary of no whole vectors."""
         return self.columns(self.budget, self.column_bytes(self.tokens, 2, self.logit))
 
     def backward_slabs(self) -> Slabs:
-        """One pass, unless the sum of d_hidden would take more than half of the budget, so that
-        slabs would be narrow.
+        """Returns the slabs of one pass, or of two where the sum of d_hidden is large.
+
+        It is large where it would take more than half of the budget, so that slabs would be narrow.
         """
         most = max(ALIGN, self.budget // 2 // (4 * self.width))
         group = _even(self.tokens, most) if self.tokens > most else self.tokens
@@ -293,36 +312,41 @@ class Problem(NamedTuple):
         return _even(self.vocab, min(room // each, -(-self.vocab // 2)))
 
     def group_bytes(self, group: int) -> int:
-        """The float32 sum of d_hidden and the group's rows of hidden, of which the loop over slabs
-        holds a copy.
+        """Returns the bytes of the float32 sum of d_hidden and of the group's rows of hidden.
+
+        The loop over slabs holds a copy of these rows.
         """
         return group * self.width * (4 + self.item)
 
     def column_bytes(self, tokens: int, strided: int, logit: int) -> int:
-        """A column of the slab; for "dv" also one of `strided` arrays like the head, in which they
-        lie strided: copies.
+        """Returns the bytes of a column of the slab.
+
+        For "dv" they include the copies of a column of `strided` arrays like the head, in which
+        columns lie strided.
         """
         copies = strided * self.width * self.item if self.layout == "dv" else 0
         return logit * tokens + copies
 
 
 def row_options(hidden: Array, lm_head: Array, layout: Layout) -> dict[str, RowBlock]:
-    """What the table says of the row kernels, for the logits of these arguments (see
-    stats.Kernel).
+    """Returns what the table says of the row kernels, for the logits of these arguments.
+
+    See stats.Kernel.
     """
     return {"block": _row_block(_blocks(None, hidden, lm_head, layout))}
 
 
 def neighbours(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """What `easypipe kernels tune` tries beside `blocks`, one change at a time."""
+    """Yields what `easypipe kernels tune` tries beside `blocks`, one change at a time."""
     yield {**blocks, "slab_mib": DEFAULT_BLOCKS["slab_mib"] // 2}
     yield from ({**blocks, "row_columns": columns} for columns in (4096, 16384))
     yield from ({**blocks, "row_warps": warps} for warps in (8, 16))
 
 
 def _even(total: int, most: int) -> int:
-    """The size of pieces of `total`: at most `most` (or VECTOR), and even where a few more pieces
-    make it so, so that none is left over.
+    """Returns the size of pieces of `total`: at most `most` (or VECTOR).
+
+    It is even where a few more pieces make it so, so that none is left over.
     """
     most = max(min(VECTOR, -(-total // 2)), most)
     fewest = -(-total // most)
@@ -350,9 +374,9 @@ def _row_block(sizes: Mapping[str, int]) -> RowBlock:
 
 
 def _whole_vectors(hidden: Array, per_token: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-    """Tokens to a multiple of VECTOR, by some without cotangents: else XLA would pad every slab.
+    """Pads the tokens to a multiple of VECTOR, by some without cotangents; it copies `hidden` then.
 
-    It copies `hidden` then.
+    Otherwise XLA would pad every slab.
     """
     missing = -hidden.shape[0] % VECTOR
     if missing == 0:
@@ -370,9 +394,9 @@ def _problem(
     asked: int,
     float32_logits: bool,
 ) -> tuple[Problem, jnp.dtype]:
-    """The problem, and the dtype of its logits.
+    """Returns the problem, and the dtype of its logits.
 
-    `asked`: tokens of `hidden` before it was copied to whole vectors.
+    `asked` is the number of tokens of `hidden` before it was copied to whole vectors.
     """
     item = hidden.dtype.itemsize
     copied = hidden.size * item if hidden.shape[0] != asked else 0
@@ -394,7 +418,7 @@ def _columns(
 def _logits(
     hidden_ND: Array, head: Array, bias: Array | None, layout: Layout, dtype: DTypeLike
 ) -> Array:
-    """x = hidden @ head + bias, in `dtype` (accumulated in float32 by the product)."""
+    """Returns x = hidden @ head + bias, in `dtype` (accumulated in float32 by the product)."""
     logits = jnp.einsum(f"td,{layout}->tv", hidden_ND, head, preferred_element_type=dtype)
     return logits if bias is None else (logits + bias).astype(dtype)
 
@@ -406,8 +430,9 @@ def _pieces(
     carry: Carry,
     operand: Array,
 ) -> Carry:
-    """`carry = body(carry, operand, start, count)` over [0, total) in pieces of `size`, the last
-    ones shorter.
+    """Computes `carry = body(carry, operand, start, count)` over [0, total) in pieces of `size`.
+
+    The last pieces are shorter.
     """
     whole, rest = divmod(total, size)
     if whole == 1:
@@ -416,10 +441,10 @@ def _pieces(
         carry = jax.lax.fori_loop(
             0, whole, lambda i, carry: body(carry, operand, i * size, size), carry
         )
-    # whole vectors first: XLA would pad what is not, and hold it twice
+    # Whole vectors come first: XLA would pad other pieces, and hold them twice.
     for count in (rest // VECTOR * VECTOR, rest % VECTOR):
-        # the barrier keeps these logits from being computed before the loop, where they would lie
-        # beside every slab
+        # The barrier keeps these logits from being computed before the loop, where they would lie
+        # beside every slab.
         if count:
             carry, operand = jax.lax.optimization_barrier((carry, operand))
             carry = body(carry, operand, total - rest, count)

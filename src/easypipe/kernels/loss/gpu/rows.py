@@ -37,9 +37,13 @@ class RowBlock(NamedTuple):
     """How a row is walked.
 
     The values are those of the arithmetic above; a table for the device may say better.
+
+    Attributes:
+        columns: A power of two: what one step of the walk holds in registers.
+        num_warps: The warps of a program.
     """
 
-    columns: int = 8192  # a power of two: what one step of the walk holds in registers
+    columns: int = 8192
     num_warps: int = 32
 
 
@@ -51,7 +55,7 @@ def row_stats(
     block: RowBlock | None = None,
     interpret: bool = False,
 ) -> LogitStats:
-    """The four sums over each row of z = cap(logits), in float32; reads the logits once."""
+    """Returns the four sums over each row of z = cap(logits), in float32; reads the logits once."""
     walk = _Walk(logits, soft_cap, block or RowBlock())
 
     def kernel(logits_ref: Ref, labels_ref: Ref, *sum_refs: Ref) -> None:
@@ -72,7 +76,10 @@ def row_gradients(
     block: RowBlock | None = None,
     interpret: bool = False,
 ) -> Float[Array, "C V"]:
-    """dx (see stats.Kernel.gradients) in the buffer of the logits; reads and writes them once."""
+    """Returns dx (see stats.Kernel.gradients) in the buffer of the logits.
+
+    It reads and writes them once.
+    """
     walk = _Walk(logits, soft_cap, block or RowBlock())
 
     def kernel(logits_ref: Ref, labels_ref: Ref, lse_ref: Ref, *refs: Ref) -> None:
@@ -95,8 +102,9 @@ def row_step(
     block: RowBlock | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "C V"], LogitStats]:
-    """`row_stats`, and dx of `sum_t weights[t] * loss[t]` in the buffer of the logits, by one
-    kernel.
+    """Returns `row_stats`, and dx of `sum_t weights[t] * loss[t]` in the buffer of the logits.
+
+    One kernel does both.
     """
     walk = _Walk(logits, soft_cap, block or RowBlock())
 
@@ -139,8 +147,9 @@ class _Walk:
         in_place: bool,
         interpret: bool,
     ) -> list[Array]:
-        """`kernel(logits_ref, *refs of what is known, [dx_ref], *sum refs)` for every row; the refs
-        are whole arrays in device memory.
+        """Calls `kernel(logits_ref, *refs of what is known, [dx_ref], *sum refs)` for every row.
+
+        The refs are whole arrays in device memory.
         """
         outputs = [jax.ShapeDtypeStruct(logits.shape, logits.dtype)] if in_place else []
         outputs += [jax.ShapeDtypeStruct((logits.shape[0],), jnp.float32)] * num_sums
@@ -155,14 +164,15 @@ class _Walk:
         )(logits, *known)
 
     def stats(self, logits_ref: Ref, row: Array, label: Array) -> LogitStats:
-        """Online log-sum-exp (Milakov & Gimelshein, 2018): the running maximum is one number, so
-        the terms are rescaled where it grows.
+        """Returns the four sums by an online log-sum-exp (Milakov & Gimelshein, 2018).
+
+        The running maximum is one number, so the terms are rescaled where it grows.
         """
 
         def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             best, terms_B, sums_B, x_B = carry
             i = i.astype(jnp.int32)  # 64 bits wide where jax_enable_x64 is set
-            # in flight while this block is worked on
+            # the next block is in flight while this one is worked on
             following_B = self.load(logits_ref, row, i + 1)
             z_B, here_B = capped(x_B, self.soft_cap), self.ids(i) < self.vocab
             higher = jnp.maximum(best, jnp.max(jnp.where(here_B, z_B, LOWEST)))
@@ -171,8 +181,8 @@ class _Walk:
             return higher, terms_B, sums_B + jnp.where(here_B, z_B, 0.0), following_B
 
         zeros_B = jnp.zeros(self.columns, jnp.float32)
-        # not 0: jax 0.12 refuses a slice that it knows to reach past the end, though the mask reads
-        # nothing there
+        # `row - row` is not written as 0: jax 0.12 refuses a slice that it knows to reach past the
+        # end, though the mask reads nothing there.
         start = jnp.float32(LOWEST), zeros_B, zeros_B, self.load(logits_ref, row, row - row)
         best, terms_B, sums_B, _ = jax.lax.fori_loop(0, self.blocks, step, start)
         is_local = (label >= 0) & (label < self.vocab)
@@ -183,7 +193,9 @@ class _Walk:
     def put_gradients(
         self, logits_ref: Ref, dx_ref: Ref, row: Array, label: Array, lse: Array, g: Cotangents
     ) -> None:
-        """The last block first: it was read last, so it is still in the cache."""
+        """Writes the gradients, the last block first: it was read last, so it is still in the
+        cache.
+        """
         soft_cap = self.soft_cap
 
         def step(done: Array, _: None) -> None:
@@ -202,16 +214,19 @@ class _Walk:
         return block * self.columns + jnp.arange(self.columns, dtype=jnp.int32)
 
     def load(self, logits_ref: Ref, row: Array, block: Array) -> Array:
-        """Columns of one block in float32, 0 past the end of the row (a block past the end is all 0
-        and reads nothing).
+        """Returns the columns of one block in float32, 0 past the end of the row.
+
+        A block past the end is all 0 and reads nothing.
         """
         place = logits_ref.at[row, pl.ds(block * self.columns, self.columns)]
         return plgpu.load(place, mask=self.ids(block) < self.vocab, other=0.0).astype(jnp.float32)
 
 
 def capped(x: Array, soft_cap: float | None) -> Array:
-    """soft_cap * tanh(x / soft_cap); tanh by exp, which the device has an instruction for (absolute
-    error in z below 1e-6 * soft_cap).
+    """Returns soft_cap * tanh(x / soft_cap).
+
+    tanh is computed by exp, which the device has an instruction for (absolute error in z below 1e-6
+    * soft_cap).
     """
     if soft_cap is None:
         return x

@@ -3,7 +3,7 @@
 A block of columns of the head stays in VMEM beside its gradient (float32) while the tokens stream
 past. The gradient of the hidden states, which every block of columns adds to, has no place in VMEM
 unless tokens are few; it lives in HBM and is read, added to and written by each block. Stored as
-float32 it would be an array that nobody asked for, of twice the output's size. So a float32 is kept
+float32 it would be one more array, of twice the output's size. So a float32 is kept
 in two halves: the output's own bfloat16, rounded to nearest, and 16 bits beside it that say where
 within the rounding the sum stands (`_split`, `_joined`).
 
@@ -11,10 +11,9 @@ Three schedules:
 - *resident*: hidden states and their gradient stay in VMEM and the head streams past them, once.
   Grid (block of columns j, rows k).
 - *streaming*: one call for each group of column blocks, one for each TensorCore; grid (core c, tile
-  of tokens k, part w of the width). On
-  two cores the tokens are passed in two halves, the second core always in the other half than the
-  first: no core adds to what the other adds to. Between the halves the head's gradient of the
-  group, [cores, ...] in float32, stands in HBM.
+  of tokens k, part w of the width). On two cores the tokens are passed in two halves, the second
+  core always in the other half than the first: no core adds to what the other adds to. Between the
+  halves the head's gradient of the group, [cores, ...] in float32, stands in HBM.
 - *apart*, where even those 16 bits of every hidden state are too many: a pass for each gradient.
   Whatever the order of the tiles, one pass over them has half-finished float32 sums of the smaller
   of the two gradients in HBM: 2·D bytes for each token (or column) beside the bfloat16 of the
@@ -74,7 +73,7 @@ from easypipe.kernels.loss.tpu.common import (
 class _Given(NamedTuple):
     hidden: Array
     lm_head: Array
-    known: Array  # float32[8, T]: what is known of the tokens
+    known: Array  # float32[8, T]: the labels, lse and cotangents of the tokens
     bias: Array | None  # float32[1, V]
 
 
@@ -88,7 +87,7 @@ def gradients(
     blocks: Blocks,
     interpret: Interpret,
 ) -> Gradients:
-    """`Kernel.gradients` of stats.py."""
+    """Returns Kernel.gradients of stats.py."""
     hidden, lm_head, bias, labels = inputs
     (tokens, width), vocab = hidden.shape, vocab_size(lm_head, layout)
     hidden_dtype, head_dtype = (grad_dtype or hidden.dtype), (grad_dtype or lm_head.dtype)
@@ -126,9 +125,7 @@ def gradients(
 
 
 def _over_head(given: _Given, problem: Problem) -> dict[str, Array]:
-    """The gradients of head and bias; of the hidden states besides, where all of these are
-    resident.
-    """
+    """Returns the gradients of head and bias; also of the hidden states, where all are resident."""
     blocks, hidden = problem.blocks, given.hidden
     rows, columns = blocks.back_rows, blocks.back_columns
     padded, stays = cdiv(problem.tokens, rows) * rows, pl.Buffered(1)
@@ -188,7 +185,7 @@ def _over_head(given: _Given, problem: Problem) -> dict[str, Array]:
 
 
 def _over_tokens(given: _Given, problem: Problem) -> Array:
-    """The gradient of the hidden states alone."""
+    """Returns the gradient of the hidden states alone."""
     hidden, blocks = given.hidden, problem.blocks
     rows, columns, stay = blocks.back_rows, blocks.own_columns, blocks.own_tokens
     problem = problem._replace(blocks=blocks._replace(back_columns=columns))
@@ -242,8 +239,8 @@ def _streaming(given: _Given, problem: Problem) -> dict[str, Array]:
     hidden, blocks = given.hidden, problem.blocks
     groups = cdiv(cdiv(problem.vocab, blocks.back_columns), blocks.back_parts)
     tokens, width, vocab = problem.tokens, problem.width, problem.vocab
-    # jax's interpreter returns aliased arrays that end within a block with the whole block: here
-    # they are whole ones at once
+    # jax's interpreter returns aliased arrays that end within a block with the whole block, so here
+    # they are made of whole blocks.
     if problem.interpret:
         tokens = cdiv(tokens, blocks.back_rows) * blocks.back_rows
         vocab = groups * blocks.back_parts * blocks.back_columns
@@ -279,7 +276,7 @@ def _streaming(given: _Given, problem: Problem) -> dict[str, Array]:
 def _streaming_turn(
     index: Array, turn: int, arrays: _Given, carry: dict[str, Array], problem: Problem
 ) -> dict[str, Array]:
-    """All tokens' share of one group of column blocks, or on two cores: half of it."""
+    """Adds all tokens' share of one group of column blocks, or on two cores half of it."""
     blocks = problem.blocks
     rows, columns, parts = blocks.back_rows, blocks.back_columns, blocks.back_parts
     tiles = cdiv(problem.tokens, rows) // parts
@@ -385,20 +382,25 @@ def _tile_refs(hidden: Ref, given: Refs, results: Refs, buffers: Refs) -> Tile:
 
 
 class _State(NamedTuple):
-    """The gradient of the hidden states of a tile, W of the width."""
+    """The gradient of the hidden states of a tile, W of the width.
 
-    high: Ref  # [R, W] float32, or bfloat16 where `low` is given
-    low: Ref | None  # [R, W] int16, or None
-    begun: Callable[
-        [Array], Array
-    ]  # what a value read from it becomes: 0 where nothing was written before
+    Attributes:
+        high: [R, W] float32, or bfloat16 where `low` is given.
+        low: [R, W] int16, or None.
+        begun: Maps a value read from it to what counts: 0 where nothing was written before.
+    """
+
+    high: Ref
+    low: Ref | None
+    begun: Callable[[Array], Array]
 
 
 def _add_tile(
     refs: Tile, before: _State | None, after: _State | None, at: At, problem: Problem
 ) -> None:
-    """Adds a tile's share to the gradients of head and bias, and to that of the hidden states that
-    `before` holds.
+    """Adds a tile's share to the gradients of head and bias.
+
+    It adds to that of the hidden states, too, where `before` holds it.
     """
     if at.begins is True:
         tile_dz(refs, at, problem)
@@ -424,8 +426,9 @@ def _add_tile(
 
 
 def _split(x: Array) -> tuple[Array, Array]:
-    """A float32 as its bfloat16, rounded to nearest, and the distance to it in units of float32
-    (one unit is lost at an exact tie).
+    """Returns a float32 as its bfloat16, rounded to nearest, and the distance to it.
+
+    The distance is in units of float32 (one unit is lost at an exact tie).
     """
     high = x.astype(jnp.bfloat16)
     distance = jax.lax.bitcast_convert_type(x, jnp.int32) - jax.lax.bitcast_convert_type(
@@ -444,7 +447,7 @@ def _joined(state: _State, part: pl.Slice) -> Array:
 
 
 class Problem(NamedTuple):
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled for."""
 
     tokens: int
     width: int
@@ -500,7 +503,7 @@ def scratch(problem: Problem, head_shape: tuple[int, int]) -> dict[str, pl.Memor
 
 
 def tile_dz(refs: Tile, at: At, problem: Problem) -> None:
-    """The tile's logits and their gradient, which goes to refs.dz."""
+    """Computes the tile's logits and their gradient, which goes to refs.dz."""
     rows, columns = problem.blocks.back_rows, problem.blocks.back_columns
 
     if (d_head := refs.d_head) is not None:
@@ -509,8 +512,8 @@ def tile_dz(refs: Tile, at: At, problem: Problem) -> None:
         def _start():
             d_head[...] = jnp.zeros(d_head.shape, d_head.dtype)
 
-    # What lies beyond the arrays was never loaded and may be NaN, which a product would spread: it
-    # becomes 0.
+    # Memory beyond the arrays was never loaded and may be NaN, which a product would spread: it is
+    # set to 0.
     if problem.tokens % rows:
 
         @pl.when(at.tile == problem.tokens // rows)
@@ -556,7 +559,7 @@ def tile_dz(refs: Tile, at: At, problem: Problem) -> None:
 
 
 def add_to_head(refs: Tile, width: pl.Slice) -> None:
-    """The tile's share in `width` of the head's gradient."""
+    """Adds the tile's share in `width` to the head's gradient."""
     assert refs.d_head is not None
     if refs.dz_turned is None:  # layout "dv"
         refs.d_head[width, :] += product(refs.hidden[:, width], refs.dz[...], 0, 0)
@@ -565,7 +568,7 @@ def add_to_head(refs: Tile, width: pl.Slice) -> None:
 
 
 def of_hidden(refs: Tile, width: pl.Slice, layout: Layout) -> Array:
-    """The tile's share in `width` of the hidden states' gradient, float32."""
+    """Returns the tile's share in `width` of the hidden states' gradient, float32."""
     return (
         product(refs.dz[...], refs.head[width, :], 1, 1)
         if layout == "dv"

@@ -1,20 +1,23 @@
 """Block sizes of the TPU kernels: what VMEM holds, and the bytes that are moved for it.
 
-(FLOPs: 2·T·D·V forward, 6·T·D·V backward, in any blocks.)
+FLOPs are 2·T·D·V forward and 6·T·D·V backward in any blocks, but for *apart* below.
 
 Forward. B tokens stay in VMEM while the head streams past: it is read ceil(T / B) times, the hidden
 states once for each TensorCore.
 
 Backward, resident. Hidden states and their gradient stay in VMEM; head and its gradient pass once.
-Nothing is moved twice. Backward, streaming. C columns of the head and their gradient stay while the
-tokens stream past: hidden states are read, their gradient is read and written, so 10·T·D bytes (in
-bfloat16) for each of ceil(V / C) blocks. Backward, apart. Two passes, and 8·T·D·V FLOPs: C columns
-stay while hidden states are read ceil(V / C) times; then B tokens stay while the head is read
-ceil(T / B) times. Where the sums of *streaming* would take more than SUM_BYTES of HBM.
+Nothing is moved twice.
 
-In both, fewest bytes are moved where as much as VMEM holds stays in it; what streams needs room
-too, enough to keep the matrix unit busy. `least_bytes` is what the same schedules would move if
-that room were as small as the hardware's tiles allow.
+Backward, streaming. C columns of the head and their gradient stay while the tokens stream past:
+hidden states are read, their gradient is read and written, so 10·T·D bytes (in bfloat16) for each
+of ceil(V / C) blocks.
+
+Backward, apart. Two passes, and 8·T·D·V FLOPs: C columns stay while hidden states are read ceil(V /
+C) times; then B tokens stay while the head is read ceil(T / B) times. It is chosen where the sums
+of *streaming* would take more than SUM_BYTES of HBM.
+
+In both passes, fewest bytes are moved where as much as VMEM holds stays in it; what streams needs
+room too, enough to keep the matrix unit busy.
 
 T tokens · D width · V vocabulary
 """
@@ -36,23 +39,23 @@ LANES = 128  # the last dimension of a block is a multiple of this, or the whole
 ROW_SIZES = (512, 256, 128)  # tokens of a tile, as available
 FORWARD_COLUMNS = (512, 256, 128)
 RESIDENT_COLUMNS = (1024, 512, 256)
-# of the width in one streaming step: the first that divides it, else all of it
+# The share of the width in one streaming step: the first that divides it, else all of it.
 WIDTH_SHARES = (1024, 896, 1280, 768, 640, 512)
 COLUMN_STEP = 256  # columns whose logits are in float32 at once in the backward pass
-WIDTH_STEP = 256  # of the width at once in its two products
-# with which a streaming backward pass is bound by the matrix unit on every generation
+WIDTH_STEP = 256  # numbers of the width at once in its two products
+# With so many columns a streaming backward pass is bound by the matrix unit on every generation.
 FEWEST_COLUMNS = 640
-RESERVED = 2 * MIB  # of VMEM, for the compiler
-SLACK = MIB  # of it, that a kernel may take beyond its accounting
-# of HBM, that the gradient of the hidden states may take in the making beside the result
+RESERVED = 2 * MIB  # VMEM that is left to the compiler
+SLACK = MIB  # VMEM that a kernel may take beyond its accounting
+# The most HBM that the gradient of the hidden states may take in the making beside the result.
 SUM_BYTES = 256 * MIB
 STATE = 4  # bytes of a gradient in the making: float32, whole or in two halves
-PER_TOKEN = 8 * 4  # bytes of what is known of a token, or found out about it
+PER_TOKEN = 8 * 4  # bytes of the numbers that are given or returned for a token
 
 
 class Device(NamedTuple):
     vmem: int  # bytes of one TensorCore
-    # TensorCores that one device (as jax counts them) has, and one kernel is spread over
+    # the TensorCores that one device (as jax counts devices) has, and one kernel is spread over
     cores: int
 
 
@@ -71,31 +74,49 @@ DEVICES = {  # by jax's device_kind
     "TPU v6e": V6E,
     "TPU7x": V7X,
 }
-# the least of the generations above: also where a program is lowered without naming its device
+# The least of the generations above; it also serves a program that is lowered without naming its
+# device.
 UNKNOWN = Device(64 * MIB, 1)
 TOO_SMALL = ("TPU v2", "TPU v3", "TPU v4")  # 16 MiB of VMEM
 
 
 class Blocks(NamedTuple):
-    """Sizes of tiles, in tokens, numbers of the width, and columns of the vocabulary."""
+    """Sizes of tiles, in tokens, numbers of the width, and columns of the vocabulary.
 
-    parts: int  # shares of the vocabulary in the forward pass, one for each core
-    tokens: int  # that stay in VMEM in the forward pass
-    rows: int  # of these in one tile
+    Attributes:
+        parts: Shares of the vocabulary in the forward pass, one for each core.
+        tokens: Tokens that stay in VMEM in the forward pass.
+        rows: Tokens of these in one tile.
+        columns: Columns of a tile in the forward pass.
+        back_parts: Cores that the backward pass is spread over.
+        back_rows: Tokens of a tile in the backward pass.
+        back_columns: Columns that stay in the backward pass.
+        back_width: Numbers of the width, of the gradient of the hidden states, in one streaming
+            step.
+        resident: 1 where hidden states and their gradient stay in VMEM in the backward pass.
+        own_tokens: Tokens that stay in a pass for the gradient of the hidden states alone; 0 where
+            there is none (then back_width is not 0).
+        own_columns: Columns that stream in that pass.
+    """
+
+    parts: int
+    tokens: int
+    rows: int
     columns: int
-    back_parts: int  # cores that the backward pass is spread over
+    back_parts: int
     back_rows: int
     back_columns: int
-    back_width: int  # of the gradient of the hidden states, in one streaming step
-    resident: int  # 1: hidden states and their gradient stay in VMEM in the backward pass
-    # that stay in a pass for the gradient of the hidden states alone; 0: there is none (then
-    # back_width is not 0)
+    back_width: int
+    resident: int
     own_tokens: int = 0
-    own_columns: int = 0  # that stream in it
+    own_columns: int = 0
 
 
 class Sizes(NamedTuple):
-    """Of one problem. `item` and `out`: bytes of a number of the inputs and of the gradients."""
+    """The sizes of one problem.
+
+    `item` and `out` are the bytes of a number of the inputs and of the gradients.
+    """
 
     tokens: int
     width: int
@@ -126,10 +147,12 @@ def rounded(size: int, multiple: int = LANES) -> int:
 
 @functools.lru_cache(maxsize=256)
 def plan_blocks(device: Device, sizes: Sizes) -> Blocks:
-    """The sizes that move the fewest bytes among those that fit, with tiles that fill the matrix
-    unit.
+    """Returns the sizes that move the fewest bytes among those that fit.
 
-    Raises ConfigError where not even the smallest fit.
+    Their tiles fill the matrix unit.
+
+    Raises:
+        ConfigError: Not even the smallest fit.
     """
     forward = min(
         _forward_choices(device, sizes),
@@ -147,14 +170,15 @@ def plan_blocks(device: Device, sizes: Sizes) -> Blocks:
 
 
 def needs_own_pass(sizes: Sizes) -> bool:
-    """Whether the low halves of the hidden states' gradient take more than SUM_BYTES; a float32
-    gradient has none.
+    """Returns whether the low halves of the hidden states' gradient take more than SUM_BYTES.
+
+    A float32 gradient has none.
     """
     return sizes.out < STATE and sizes.tokens * sizes.width * (STATE - sizes.out) > SUM_BYTES
 
 
 def forward_vmem(blocks: Blocks, sizes: Sizes) -> int:
-    """Bytes of VMEM of the forward kernel."""
+    """Returns the bytes of VMEM of the forward kernel."""
     width = rounded(sizes.width)
     stays = blocks.tokens * width * sizes.item
     streams = 2 * width * blocks.columns * sizes.item
@@ -167,7 +191,9 @@ def forward_vmem(blocks: Blocks, sizes: Sizes) -> int:
 
 
 def backward_vmem(blocks: Blocks, sizes: Sizes) -> int:
-    """Bytes of VMEM of the backward kernel, of the layout of the head that needs more."""
+    """Returns the bytes of VMEM of the backward kernel, for the layout of the head that needs
+    more.
+    """
     rows, columns, width = blocks.back_rows, blocks.back_columns, rounded(sizes.width)
     if blocks.resident:
         head = (2 * sizes.item + 4 + 2 * sizes.out) * columns * width
@@ -193,7 +219,7 @@ def backward_vmem(blocks: Blocks, sizes: Sizes) -> int:
 
 
 def forward_bytes(blocks: Blocks, sizes: Sizes) -> int:
-    """Bytes that the forward kernel moves between HBM and VMEM."""
+    """Returns the bytes that the forward kernel moves between HBM and VMEM."""
     passes = (
         cdiv(sizes.tokens, blocks.tokens)
         if cdiv(cdiv(sizes.vocab, blocks.columns), blocks.parts) > 1
@@ -208,7 +234,10 @@ def forward_bytes(blocks: Blocks, sizes: Sizes) -> int:
 
 
 def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
-    """Bytes that the backward kernels move between HBM and VMEM, and the state's first zeros."""
+    """Returns the bytes that the backward kernels move between HBM and VMEM.
+
+    They include the state's first zeros.
+    """
     hidden, head = sizes.tokens * sizes.width, sizes.vocab * sizes.width
     turns = cdiv(sizes.vocab, blocks.back_columns)
     known = turns * sizes.tokens * PER_TOKEN
@@ -227,7 +256,9 @@ def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
 
 
 def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
-    """What is worth measuring: the plan, and each of its two halves in other tiles that fit."""
+    """Returns what is worth measuring: the plan, and each of its two halves in other tiles that
+    fit.
+    """
     plan = plan_blocks(device, sizes)
     forward = [Blocks(*blocks[:4], *plan[4:]) for blocks in _forward_choices(device, sizes)]
     halves = _backward_choices(device, sizes, ROW_SIZES)
@@ -236,8 +267,12 @@ def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
 
 
 def row_block(device: Device, vocab: int, dtype: DTypeLike) -> int:
-    """Rows of logits with their whole vocabulary that stay in VMEM, read and written while their
-    neighbours are worked on.
+    """Returns how many rows of logits with their whole vocabulary stay in VMEM.
+
+    They are read and written while their neighbours are worked on.
+
+    Raises:
+        ConfigError: Not even the least number of rows fits.
     """
     size = jnp.dtype(dtype).itemsize
     least = 32 // size
@@ -252,8 +287,10 @@ def row_block(device: Device, vocab: int, dtype: DTypeLike) -> int:
 
 
 def even_split(size: int, most: int, parts: int) -> int | None:
-    """The largest block, a multiple of 128 and at most `most`, of which `size` has a multiple of
-    `parts`. None where there is none.
+    """Returns the largest block that cuts `size` into a multiple of `parts` blocks; None without
+    one.
+
+    It is a multiple of 128 and at most `most`.
     """
     units = cdiv(size, LANES)
     for block in range(min(most // LANES, units), 0, -1):
@@ -265,8 +302,9 @@ def even_split(size: int, most: int, parts: int) -> int | None:
 
 
 def fitted(blocks: Blocks, device: Device, sizes: Sizes) -> Blocks:
-    """`blocks` of another shape of the same bucket, cut down to this one; a half that cannot be is
-    planned anew.
+    """Returns `blocks` of another shape of the same bucket, cut down to this one.
+
+    A half that cannot be cut down is planned anew.
     """
     plan = plan_blocks(device, sizes)
     forward = blocks if blocks.parts == plan.parts else plan
@@ -288,7 +326,7 @@ def fitted(blocks: Blocks, device: Device, sizes: Sizes) -> Blocks:
 
 
 def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> Iterator[str]:
-    """Every reason why a problem of these sizes cannot run in these blocks."""
+    """Yields every reason why a problem of these sizes cannot run in these blocks."""
     parts = blocks.back_parts
     if blocks.tokens % blocks.rows:
         yield f"tokens {blocks.tokens} is no multiple of rows {blocks.rows}"
@@ -338,7 +376,11 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> Iterator[str
 
 
 def as_blocks(values: Mapping[str, int]) -> Blocks:
-    """Raises ConfigError for names that are not those of Blocks."""
+    """Returns the values as Blocks.
+
+    Raises:
+        ConfigError: The names are not those of Blocks.
+    """
     require(
         set(Blocks._fields) - set(Blocks._field_defaults) <= set(values) <= set(Blocks._fields),
         "pallas_tpu.blocks",
@@ -350,7 +392,7 @@ def as_blocks(values: Mapping[str, int]) -> Blocks:
 
 
 def _forward_choices(device: Device, sizes: Sizes) -> Iterator[Blocks]:
-    """Largest tiles first, each with as many tokens as fit."""
+    """Yields the largest tiles first, each with as many tokens as fit."""
     parts = device.cores if sizes.vocab > LANES else 1
     for rows in ROW_SIZES:
         if rows > LANES and rows // 2 >= sizes.tokens:
@@ -396,7 +438,7 @@ def _backward_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...]) 
 
 
 def _resident_choices(device: Device, sizes: Sizes) -> Iterator[Blocks]:
-    if device.cores > 1:  # each core would have a whole gradient of the hidden states of its own
+    if device.cores > 1:  # each core would need a whole gradient of the hidden states of its own
         return
     for rows, columns in itertools.product(ROW_SIZES, RESIDENT_COLUMNS):
         blocks = Blocks(0, 0, 0, 0, 1, rows, columns, sizes.width, 1)
@@ -407,7 +449,7 @@ def _resident_choices(device: Device, sizes: Sizes) -> Iterator[Blocks]:
 def _streaming_choices(
     device: Device, sizes: Sizes, row_sizes: tuple[int, ...]
 ) -> Iterator[Blocks]:
-    """Every core wherever the tiles can be dealt out evenly."""
+    """Yields blocks for *streaming*, on every core wherever the tiles can be dealt out evenly."""
     share = next((part for part in WIDTH_SHARES if sizes.width % part == 0), sizes.width)
     for parts in sorted({device.cores, 1}, reverse=True):
         dealt = False
@@ -425,8 +467,9 @@ def _streaming_choices(
 
 
 def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...]) -> Iterator[Blocks]:
-    """With as much as fits of what stays; every core wherever the columns can be dealt out
-    evenly.
+    """Yields blocks for *apart*, in which as much stays as fits.
+
+    They use every core wherever the columns can be dealt out evenly.
     """
     for parts in sorted({device.cores, 1}, reverse=True):
         dealt = False
@@ -456,8 +499,10 @@ def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...]) -> 
 
 
 def _most_columns(device: Device, sizes: Sizes, rows: int, share: int) -> int:
-    """Columns of the head that VMEM holds beside their gradient while tiles of `rows` tokens stream
-    past; 0: not one tile's.
+    """Returns how many columns of the head VMEM holds beside their gradient; 0 for less than one
+    tile.
+
+    Tiles of `rows` tokens stream past them.
     """
     per_column = backward_vmem(Blocks(0, 0, 0, 0, 1, rows, 1 << 20, share, 0), sizes) >> 20
     columns = rounded(min(sizes.vocab, device.vmem // per_column))

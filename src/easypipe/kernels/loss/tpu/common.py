@@ -1,4 +1,6 @@
-"""What the TPU kernels share: calls by name, loops of the device, the product of logits."""
+"""The common parts of the TPU kernels: calls by name, loops of the device, the product of
+logits.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from easypipe.kernels.loss.stats import Layout, soft_capped
 Interpret = bool | pltpu.InterpretParams  # True or parameters of the interpreter, without a TPU
 Refs = dict[str, Ref]
 Carry = TypeVar("Carry")
-ROWS = 8  # of float32 that a TPU stores together
-LOWEST = -1e30  # of a masked logit: finite, so that no difference of two of them is NaN
+ROWS = 8  # rows of float32 that a TPU stores together
+LOWEST = -1e30  # a masked logit: finite, so that no difference of two of them is NaN
 
 
 def named_call(
@@ -34,11 +36,14 @@ def named_call(
     interpret: Interpret,
     index: Array | None = None,
 ) -> dict[str, Array]:
-    """pallas_call of `kernel(inputs, outputs, scratch)`, which finds its references by name.
+    """Calls pallas_call of `kernel(inputs, outputs, scratch)`, which finds its references by name.
 
-    An output that is named as an input lies in its place. cores: the first dimension of the grid is
-    spread over the cores. vmem: bytes. index: a number that index maps and
-    kernel (as "index") get besides.
+    An output that is named as an input lies in its place.
+
+    Args:
+        cores: The first dimension of the grid is spread over the cores.
+        vmem: The bytes of VMEM that the kernel may take.
+        index: A number that index maps and kernel (as "index") get besides.
     """
     num_index = index is not None
 
@@ -77,8 +82,9 @@ def some(start: Array | int, size: int) -> pl.Slice:
 
 
 def in_steps(size: int, step: int, do: Callable[[pl.Slice, Carry], Carry], carry: Carry) -> Carry:
-    """`carry = do(pl.ds(start, step), carry)` for all of `size`, in a loop of the device (unrolled,
-    it takes minutes to compile).
+    """Computes `carry = do(pl.ds(start, step), carry)` for all of `size`, in a loop of the device.
+
+    Unrolled, the loop takes minutes to compile.
     """
     whole, rest = divmod(size, step)
     if whole > 1:
@@ -93,7 +99,7 @@ def in_steps(size: int, step: int, do: Callable[[pl.Slice, Carry], Carry], carry
 def logits(
     hidden_RD: Array, head: Array, bias_1C: Array | None, layout: Layout, soft_cap: float | None
 ) -> Array:
-    """z of a tile, float32."""
+    """Returns z of a tile, float32."""
     x_RC = product(hidden_RD, head, 1, layout.index("d"))
     return soft_capped(x_RC if bias_1C is None else x_RC + bias_1C, soft_cap)
 
@@ -114,8 +120,9 @@ def product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
 
 
 def shape_like(shape: tuple[int, ...], dtype: DTypeLike, array: Array) -> jax.ShapeDtypeStruct:
-    """A result that varies over the mesh axes over which `array` does, inside a shard_map that
-    checks them.
+    """Returns the shape of a result that varies over the mesh axes over which `array` does.
+
+    This matters inside a shard_map that checks them.
     """
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(array).manual_axis_type)
 
@@ -123,7 +130,7 @@ def shape_like(shape: tuple[int, ...], dtype: DTypeLike, array: Array) -> jax.Sh
 def head_block(
     layout: Layout, width: int, columns: int, column_block: Callable[..., Array]
 ) -> tuple[tuple[int, int], Callable[..., tuple[Array | int, Array | int]]]:
-    """(shape, index map) of a block of columns of the head."""
+    """Returns (shape, index map) of a block of columns of the head."""
     if layout == "dv":
         return (width, columns), lambda *at: (0, column_block(*at))
     return (columns, width), lambda *at: (column_block(*at), 0)

@@ -1,11 +1,11 @@
-"""The door to the loss kernels of TPUs (v5e, v5p, v6e, tpu7x), in Pallas, and their forward pass.
+"""The loss kernels of TPUs (v5e, v5p, v6e, tpu7x) as the api calls them, and their forward pass.
 
 *strict*: no logits beyond a tile in VMEM. 8·T·D·V FLOPs, forward and backward; bytes: see
-blocks.py. Besides its results the backward pass has 2·T·D bytes in HBM (for bfloat16),
-and on two TensorCores one block of columns of the head's gradient in float32. Beyond 256 MiB of
-these it has none, and 10·T·D·V FLOPs. *fast*: the matrix products are XLA's
-(chunked.py); between them `row_step` turns a chunk of logits into its gradient, in place, in one
-reading and one writing.
+blocks.py. Besides its results the backward pass has 2·T·D bytes in HBM (for bfloat16), and on two
+TensorCores one block of columns of the head's gradient in float32. Where these would be more than
+256 MiB it has none of them, and 10·T·D·V FLOPs. *fast*: the matrix products are XLA's (chunked.py);
+between them `row_step` turns a chunk of logits into its gradient, in place, in one reading and one
+writing.
 
 Forward. Grid (part p, block of tokens i, block of columns j, rows k of the token block). A block of
 tokens (with the whole width) stays in VMEM while the head streams past it, so the head is read once
@@ -75,8 +75,9 @@ MOST_COLUMNS = 1 << 24  # column ids travel as float32
 
 
 def refusals(hidden: ShapedArray, lm_head: ShapedArray, *, layout: Layout) -> list[str]:
-    """Every reason why these arguments cannot run on any TPU from v5e on, or on the one that is
-    compiled for where that is an older one.
+    """Returns every reason why these arguments cannot run on any TPU from v5e on.
+
+    An older TPU that is compiled for is a reason too.
     """
     reasons = []
     tokens, width = hidden.shape
@@ -113,7 +114,10 @@ def stats(
     block: Mapping[str, int] | Blocks | None = None,
     interpret: Interpret = False,
 ) -> LogitStats:
-    """Kernel.stats. `interpret`: True or pltpu.InterpretParams, to run without a TPU."""
+    """Returns Kernel.stats.
+
+    `interpret` is True or pltpu.InterpretParams, to run without a TPU.
+    """
     inputs, layout, _ = _as_it_lies(inputs, layout)
     return forward_stats(inputs, layout, soft_cap, _blocks(block, inputs, layout), interpret)
 
@@ -129,7 +133,7 @@ def gradients(
     grad_dtype: DTypeLike | None = None,
     interpret: Interpret = False,
 ) -> Gradients:
-    """Kernel.gradients; sums are kept in float32 (to one unit in its last place) in between."""
+    """Returns Kernel.gradients; sums in between are float32 (to one unit in its last place)."""
     inputs, layout, turned = _as_it_lies(inputs, layout)
     blocks = _blocks(block, inputs, layout, grad_dtype)
     grads = backward.gradients(inputs, lse, g, layout, soft_cap, grad_dtype, blocks, interpret)
@@ -142,8 +146,13 @@ def _blocks(
     layout: Layout,
     grad_dtype: DTypeLike | None = None,
 ) -> Blocks:
-    """Those given, refused where they are wrong; else those of the tuning table for the device that
-    is compiled for; else as planned.
+    """Returns the blocks that are given, else those of the tuning table, else those that are
+    planned.
+
+    The table is asked for the device that is compiled for.
+
+    Raises:
+        ConfigError: The blocks that are given cannot run.
     """
     kind = tuning.device_kind()
     device = device_of(kind)
@@ -172,7 +181,7 @@ def _blocks(
 
 
 def _as_it_lies(inputs: Inputs, layout: Layout) -> tuple[Inputs, Layout, bool]:
-    """`(inputs, layout, whether lm_head was transposed)`.
+    """Returns `(inputs, layout, whether lm_head was transposed)`.
 
     A TPU stores a matrix with that dimension last which needs less padding to tiles of 8 by 128;
     read so, nothing is copied: the transpose here is but another name for the same bytes.
@@ -189,7 +198,7 @@ BEST, TOTAL, TARGET, SUM = range(4)  # rows of the result
 def forward_stats(
     inputs: Inputs, layout: Layout, soft_cap: float | None, blocks: Blocks, interpret: Interpret
 ) -> LogitStats:
-    """`Kernel.stats` of stats.py."""
+    """Returns Kernel.stats of stats.py."""
     rows_P8T = _parts(inputs, layout, soft_cap, blocks, interpret)
     best_PT, total_PT = rows_P8T[:, BEST], rows_P8T[:, TOTAL]
     best_T = best_PT.max(axis=0)
@@ -202,13 +211,15 @@ def forward_stats(
 def _parts(
     inputs: Inputs, layout: Layout, soft_cap: float | None, blocks: Blocks, interpret: Interpret
 ) -> Array:
-    """[parts, 8, T] float32: a row each of best, sum of exp(z - best), target and sum of z."""
+    """Returns [parts, 8, T] float32: a row each of best, sum of exp(z - best), target and sum
+    of z.
+    """
     hidden, lm_head, bias, labels = inputs
     (tokens, width), vocab = hidden.shape, vocab_size(lm_head, layout)
     num_columns = cdiv(vocab, blocks.columns)
     per_part = cdiv(num_columns, blocks.parts)
 
-    # a part may end with blocks beyond the vocabulary: they read the last one again, and are masked
+    # A part may end with blocks beyond the vocabulary: they read the last one again and are masked.
     def column_block(p: Array, i: Array, j: Array, k: Array) -> Array:
         return jnp.minimum(p * per_part + j, num_columns - 1)
 

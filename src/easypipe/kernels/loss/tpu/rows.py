@@ -34,11 +34,11 @@ from easypipe.kernels.loss.tpu.common import LOWEST, Interpret, in_steps, shape_
 from easypipe.kernels.tuning import table as tuning
 
 COLUMN_STEP = 2048
-NUMBERS = 8  # per token, given and returned: as many as a TPU stores together
+NUMBERS = 8  # numbers per token, given and returned: as many as a TPU stores together
 
 
 class _Known(NamedTuple):
-    """What is known of a token: float32[C] each, or float32[R, 1] in the kernel."""
+    """The numbers that are known of a token: float32[C] each, or float32[R, 1] in the kernel."""
 
     label: Array
     lse: Array | float = 0.0
@@ -55,7 +55,7 @@ def row_stats(
     soft_cap: float | None,
     interpret: Interpret = False,
 ) -> LogitStats:
-    """Kernel.row_stats: one reading."""
+    """Returns Kernel.row_stats in one reading of the logits."""
 
     def kernel(logits_ref: Ref, known_ref: Ref, out_ref: Ref) -> None:
         out_ref[...] = _packed(_stats(logits_ref, _known(known_ref).label, soft_cap), out_ref)
@@ -73,7 +73,7 @@ def row_gradients(
     soft_cap: float | None,
     interpret: Interpret = False,
 ) -> Float[Array, "C V"]:
-    """Kernel.row_gradients: one reading, and one writing to the same place."""
+    """Returns Kernel.row_gradients in one reading, and one writing to the same place."""
 
     def kernel(logits_ref: Ref, known_ref: Ref, dx_ref: Ref) -> None:
         _put_gradient(logits_ref, dx_ref, _known(known_ref), soft_cap)
@@ -91,7 +91,7 @@ def row_step(
     soft_cap: float | None,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "C V"], LogitStats]:
-    """Kernel.row_step: one reading, and one writing to the same place."""
+    """Returns Kernel.row_step in one reading, and one writing to the same place."""
 
     def kernel(logits_ref: Ref, known_ref: Ref, dx_ref: Ref, out_ref: Ref) -> None:
         known = _known(known_ref)
@@ -113,9 +113,9 @@ def _call(
     results: tuple[str, ...],
     interpret: Interpret,
 ) -> list[Array]:
-    """`kernel(logits_ref, known_ref, *refs of the results)` for some rows at once.
+    """Calls `kernel(logits_ref, known_ref, *refs of the results)` for some rows at once.
 
-    `results`: "dx", in the place of the logits, and "stats", float32[C, 8].
+    `results` are "dx", in the place of the logits, and "stats", float32[C, 8].
     """
     (tokens, vocab), device = logits.shape, device_of(tuning.device_kind())
     rows = min(tokens, row_block(device, vocab, logits.dtype))
@@ -134,8 +134,8 @@ def _call(
         grid=(pl.cdiv(tokens, rows),),
         in_specs=[whole, narrow],
         out_specs=[outputs[result][0] for result in results],
-        # Not in jax's interpreter, which returns aliased arrays that end within a block with the
-        # whole block.
+        # There is no alias in jax's interpreter, which returns aliased arrays that end within a
+        # block with the whole block.
         input_output_aliases={0: 0} if "dx" in results and not interpret else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=device.vmem - RESERVED
