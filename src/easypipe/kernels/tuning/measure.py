@@ -51,12 +51,11 @@ def tune(
 ) -> Entry:
     """Returns the fastest blocks of the default implementation, forward and backward, as an entry.
 
-    The values of a choice are compared with the reference before it is timed. The least of
-    `repeats` runs counts: what else the machine does only ever adds. The sizes are those of one
-    device's share.
+    A choice is timed once its values agree with the reference. The least of `repeats` runs counts:
+    what else the machine does only ever adds.
 
     Raises:
-        ConfigError: A size is below 1, the dtype is unknown, no blocks run, or none gives right
+        ConfigError: A size is below 1, the dtype is unknown, or no blocks run and give right
             values.
     """
     for at, value in (
