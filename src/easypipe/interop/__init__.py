@@ -1,1 +1,1 @@
-"""Where other libraries meet easypipe; each is imported when it is first used."""
+"""Connects other libraries with easypipe; each is imported when it is first used."""

@@ -26,8 +26,10 @@ from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-CLOSE = 1e-4  # of logits in float32, where the largest is 1 or less; else of the largest
-ROWS, LENGTH = 2, 256  # of the tokens whose logits are compared
+# How far logits in float32 may differ where the largest is 1 or less; else it is a share of the
+# largest.
+CLOSE = 1e-4
+ROWS, LENGTH = 2, 256  # the logits of so many rows of so many tokens are compared
 TEXTS = (
     "Hello, world!  Two  spaces,\n\na tab\t and 12345.67",
     " a space before, ünïcödé, 中文, עברית and \N{SLIGHTLY SMILING FACE}",
@@ -43,14 +45,17 @@ CONVERSATIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
 
 
 def check_needed(*, adapters: bool) -> None:
-    """Raises ConfigError where transformers, torch or, for adapters, PEFT is not installed."""
+    """Checks that transformers, torch and, for adapters, PEFT are installed.
+
+    Raises:
+        ConfigError: One of them is not.
+    """
     for name in ("torch", "transformers", *(["peft"] if adapters else [])):
         needed(name)
 
 
 def differences(trained: Trained, folder: Path, *, adapters: bool = False) -> Iterator[str]:
-    """What transformers makes of `folder` in another way than the run whose model lies there: a
-    sentence for each; none where all is equal.
+    """Yields a sentence for each difference between transformers' reading of `folder` and the run.
 
     Compared are logits of tokens drawn at random (within CLOSE, both in float32), and what
     `token_differences` compares.
@@ -62,8 +67,8 @@ def differences(trained: Trained, folder: Path, *, adapters: bool = False) -> It
             the tokenizer is that model's then.
 
     Raises:
-        ConfigError: transformers, torch or PEFT is not installed, or nothing says what model the
-            adapters belong to.
+        ConfigError: transformers, torch or PEFT is not installed, or the model that the adapters
+            belong to is not known.
     """
     check_needed(adapters=adapters)
     base = folder
@@ -81,8 +86,9 @@ def differences(trained: Trained, folder: Path, *, adapters: bool = False) -> It
 
 
 def token_differences(trained: Trained, folder: Path) -> Iterator[str]:
-    """The same of the tokens of texts and conversations, and of what ends generation; torch is not
-    needed. None where the run knows no tokenizer.
+    """Yields differences of the tokens of texts and conversations, and of what ends generation.
+
+    torch is not needed. It yields none where the run knows no tokenizer.
     """
     if trained.tokenizer is None:
         return
@@ -102,7 +108,7 @@ def token_differences(trained: Trained, folder: Path) -> Iterator[str]:
 
 
 def _opened(base: Path, adapters: Path | None, *, scores: bool) -> Any:
-    """The model as transformers, and PEFT where there are adapters, open it; in float32."""
+    """Opens the model with transformers, and PEFT where there are adapters; in float32."""
     torch, transformers = needed("torch"), needed("transformers")
     kind = transformers.AutoModelForSequenceClassification if scores else None
     found = (kind or transformers.AutoModelForCausalLM).from_pretrained(
@@ -114,8 +120,12 @@ def _opened(base: Path, adapters: Path | None, *, scores: bool) -> Any:
 
 
 def in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
-    """The model with all arrays and products in float32. first_merged: its adapters are rounded to
-    the dtype of what they are merged into, as files of a whole model have them.
+    """Returns the model with all arrays and products in float32.
+
+    Args:
+        model: The model.
+        first_merged: Whether its adapters are rounded to the dtype of what they are merged into, as
+            files of a whole model have them.
     """
 
     def wide(module: Decoder) -> Decoder:
@@ -142,14 +152,15 @@ def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
         return model.scores(model.hidden(ids)[:, -1:])[..., None]  # of whole rows: [B, 1, 1]
 
     own = np.asarray(nnx.jit(asked)(ours, jnp.asarray(ids, jnp.int32)))
-    with torch.no_grad():  # row by row: scores of several need a padding token
+    # Rows are passed one by one: scores of several need a padding token.
+    with torch.no_grad():
         rows = [theirs(torch.from_numpy(row[None])).logits.numpy() for row in ids]
     found: NDArray[np.float32] = np.concatenate(rows).reshape(ROWS, -1, rows[0].shape[-1])
     if own.shape != found.shape:
         yield f"logits are of {found.shape[-1]} tokens, and the run's of {own.shape[-1]}"
         return
     away, largest = np.abs(own - found), max(1.0, float(np.abs(own).max()))
-    if not away.max() <= CLOSE * largest:  # what is no number is not close
+    if not away.max() <= CLOSE * largest:  # nan is not close
         row, place, token = np.unravel_index(away.argmax(), away.shape)
         yield (
             f"logits differ by up to {away.max():.2g}, where the largest is {largest:.3g} "
@@ -159,7 +170,7 @@ def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
 
 
 def texts_of(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Texts whose tokens are compared; the last one has all special tokens."""
+    """Returns texts whose tokens are compared; the last one has all special tokens."""
     return *TEXTS, " and ".join(tokenizer.special_tokens)
 
 
@@ -194,7 +205,9 @@ def _conversations(tokenizer: Tokenizer, given: str | None, named: NamedTokenize
 
 
 def template_of(tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:
-    """The template that a run trained, else the tokenizer's own; None where there is none."""
+    """Returns the template that a run trained, else the tokenizer's own; None where there is
+    none.
+    """
     today = datetime.date.today().isoformat()
     try:
         return load_chat_template(tokenizer, chat_template=given, train_on="assistant", date=today)
@@ -203,8 +216,9 @@ def template_of(tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:
 
 
 def written_text(template: ChatTemplate, messages: list[Json], asks: bool) -> str | None:
-    """The text of a conversation, and what opens an answer to it where it `asks` for one; None
-    where the template refuses it.
+    """Returns the text of a conversation, and what opens an answer to it where it `asks` for one.
+
+    It is None where the template refuses the conversation.
     """
     rows = [{"messages": messages, "tools": None}]
     if asks:

@@ -25,11 +25,11 @@ from easypipe.train.model.generate import generate
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 STEPS = 32  # greedy tokens that are compared
-LENGTHS = (4, 24, 160)  # of prompts of tokens drawn at random
+LENGTHS = (4, 24, 160)  # tokens of the prompts, which are drawn at random
 
 
 class Opened(Protocol):
-    """What is asked of a model of llama-cpp-python."""
+    """The part of a model of llama-cpp-python that is used."""
 
     metadata: dict[str, str]
 
@@ -39,19 +39,27 @@ class Opened(Protocol):
 
 
 def needed_llama_cpp() -> ModuleType:
-    """llama-cpp-python. Raises ConfigError where it is not installed."""
+    """Returns the module of llama-cpp-python.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
     fix = "pip install llama-cpp-python, which compiles llama.cpp: minutes."
     return needed("llama_cpp", fix=fix)
 
 
 def gguf_differences(trained: Trained, path: Path) -> Iterator[str]:
-    """What llama.cpp makes of the file `path` in another way than the run whose model it is: a
-    sentence for each; none where all is equal.
+    """Yields a sentence for each difference between llama.cpp's reading of a file and the run.
 
     Compared are the tokens of texts and conversations, the chat template, what ends a text, and
     STEPS greedy tokens behind prompts, in float32 as far as the file has it.
 
-    Raises ConfigError where llama-cpp-python is not installed.
+    Args:
+        trained: The model of the run.
+        path: The GGUF file made of it.
+
+    Raises:
+        ConfigError: llama-cpp-python is not installed.
     """
     llama_cpp = needed_llama_cpp()
     assert trained.tokenizer is not None  # a file has one
@@ -76,7 +84,7 @@ def gguf_differences(trained: Trained, path: Path) -> Iterator[str]:
 
 
 def _tokens(tokenizer: Tokenizer, trained: Trained, opened: Opened) -> Iterator[str]:
-    """Of the tokens of texts and conversations, and of the chat template."""
+    """Yields differences of the tokens of texts and conversations, and of the chat template."""
     for text in texts_of(tokenizer):
         own = tokenizer.reference_encode(text, whole=True)
         found = opened.tokenize(text.encode(), add_bos=True, special=True)

@@ -1,7 +1,7 @@
 """A loader for Grain: an IterDataset of its batches, and a MapDataset of rows or batches.
 
-Grain is the interface here and not the engine: the plan, the threads and the state are easypipe's.
-docs/grain.md says why.
+Grain is only the interface here: the plan, the threads and the state are easypipe's. docs/grain.md
+says why.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ STATE_KEY = "easypipe"
 class LoaderDataset(grain.IterDataset):
     """The batches of a loader as a `grain.IterDataset`.
 
-    It can be iterated over, or get Grain's transformations.
-
-    Every iterator is one of its own, from the loader's first batch.
+    It can be iterated over, or get Grain's transformations. Every iterator starts anew from the
+    loader's first batch.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -61,16 +60,24 @@ class LoaderIterator(grain.DatasetIterator):
         self._batches: Any = None  # until the first batch is asked for
 
     def __next__(self) -> Batch:
-        """Raises ValueError where it is closed, and what the loader raises."""
+        """Returns the next batch.
+
+        Raises:
+            ValueError: The iterator is closed.
+        """
         self.start_prefetch()
         return next(self._batches)
 
     def get_state(self) -> JsonObject:
-        """`{"easypipe": JSON}`: the loader's state, of one type and shape throughout."""
+        """Returns `{"easypipe": JSON}`: the loader's state, of one type and shape throughout."""
         return {STATE_KEY: self._loader.state().to_json()}
 
     def set_state(self, state: JsonObject) -> None:
-        """Raises StateError for a state of anything else than this loader."""
+        """Makes the next batch the one behind the state.
+
+        Raises:
+            StateError: The state is not one of this loader.
+        """
         if STATE_KEY not in state:
             raise StateError(
                 at="grain state",
@@ -95,7 +102,7 @@ class LoaderIterator(grain.DatasetIterator):
     def __str__(self) -> str:
         return f"LoaderIterator({self._loader.name})"
 
-    # What grain.experimental.get_next_index and set_next_index call.
+    # grain.experimental.get_next_index and set_next_index call these two.
 
     def _get_next_index(self) -> int:
         return self._loader.state().batch
@@ -135,9 +142,7 @@ class RowsByNumber:
         return self._getitems([index])[0]
 
     def _getitems(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """What Grain asks for where it wants many rows at once: rows of one length are read
-        together.
-        """
+        """Returns many rows, as Grain asks for them; rows of one length are read together."""
         numbers = np.asarray(indices, dtype=np.int64)
         if self._rows.seq_length is None:
             return [
@@ -177,18 +182,21 @@ class BatchesByNumber:
 
 
 def map_dataset(source: RowsByNumber | BatchesByNumber) -> Any:
-    """A `grain.MapDataset` over single rows.
+    """Returns a `grain.MapDataset` over single rows or batches.
 
-    `ds[i]`, `len(ds)`, `.map()`, `.batch()`, `.to_iter_dataset()` and so on.
-
-    Use Grain's read threads, not its worker processes: mapped files do not travel between
-    processes, and need not.
+    `ds[i]`, `len(ds)`, `.map()`, `.batch()`, `.to_iter_dataset()` and so on work on it. Use Grain's
+    read threads, not its worker processes: mapped files do not travel between processes, and need
+    not.
     """
     return grain.MapDataset.source(source)  # pyright: ignore[reportArgumentType]
 
 
 def by_number(loader: Loader) -> Loader:
-    """Raises ConfigError where rows have no numbers."""
+    """Returns the loader.
+
+    Raises:
+        ConfigError: Its rows have no numbers.
+    """
     require(
         loader.rows.by_number,
         "as_grain",
@@ -199,7 +207,11 @@ def by_number(loader: Loader) -> Loader:
 
 
 def counted(loader: Loader, count: Callable[[], int | None]) -> int:
-    """How many there are. Raises ConfigError where they never end: a MapDataset has a length."""
+    """Returns how many rows or batches there are.
+
+    Raises:
+        ConfigError: They never end, and a MapDataset has a length.
+    """
     if loader.rows.num_rows is None:
         raise ConfigError(
             at="as_grain",

@@ -12,7 +12,7 @@ from easypipe.core.values import Json, JsonValue
 
 
 class NamedTokenizer(Protocol):
-    """What is asked of a tokenizer of transformers."""
+    """The part of a tokenizer of transformers that is used."""
 
     chat_template: str | None
 
@@ -31,8 +31,10 @@ class NamedTokenizer(Protocol):
 def needed(
     name: str, at: str = "--check", fix: str = "pip install 'easypipe[check]'"
 ) -> ModuleType:
-    """A package of the extra `[check]`, or another that `fix` brings. Raises ConfigError where it
-    is not installed.
+    """Returns a package of the extra `[check]`, or another one that `fix` installs.
+
+    Raises:
+        ConfigError: The package is not installed.
     """
     problem = f"needs the package {name}"
     with raising(ConfigError, at, problem, fix, ImportError):
@@ -42,8 +44,10 @@ def needed(
 def applied(
     named: NamedTokenizer, messages: Sequence[Json], **options: JsonValue
 ) -> Mapping[str, list[int]] | None:
-    """`input_ids` of a conversation as transformers writes it, and what else `options` ask for;
-    None where it refuses to.
+    """Returns `input_ids` of a conversation as transformers writes it, and what else `options` ask
+    for.
+
+    It is None where transformers refuses the conversation.
     """
     errors = importlib.import_module("jinja2").TemplateError, ValueError
     try:
@@ -53,7 +57,7 @@ def applied(
 
 
 def first_difference(own: Sequence[int], found: Sequence[int]) -> int | None:
-    """Where two lists of tokens part; None where they are equal."""
+    """Returns where two lists of tokens first differ; None where they are equal."""
     if list(own) == list(found):
         return None
     pairs = enumerate(zip(own, found, strict=False))

@@ -1,8 +1,8 @@
-"""Pushing a publication to a dataset repository of the Hugging Face Hub, through its own client.
+"""Pushes a publication to a dataset repository of the Hugging Face Hub, through its own client.
 
-One commit makes it visible, after all files were uploaded: whoever reads the repository sees the
-old state or the new one. Uploads are by content, so that a push that was stopped uploads only what
-is missing. The token is handed to the client and to nobody else.
+One commit makes it visible, after all files were uploaded: a reader of the repository sees the old
+state or the new one. Uploads are by content, so that a push that was stopped uploads only what is
+missing. The token is given to the client alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CARD = "README.md"
 MAIN = "main"
 Where = dict[str, Any]  # the arguments by which the client knows a repository or its branch
 ACCOUNT = "Set hub_token or HF_TOKEN, or log in with `hf auth login`"
-# answers of the Hub: what they mean, and what helps
+# By the status of an answer of the Hub: what it means, and what helps.
 ANSWERS = {
     401: ("the Hub does not accept the token, or there is none", f"{ACCOUNT}."),
     403: (
@@ -56,11 +56,19 @@ def push(
 ) -> Pushed:
     """Makes a branch of the dataset repository hold `publication`.
 
-    revision: the branch; None: main. Branch and repository are created where they are missing.
+    Files of other names stay, except shards of an earlier publication.
 
-    Files of other names stay, except shards of an earlier publication. token: None takes HF_TOKEN,
-    else that of the last login. Raises ConfigError where the repository is public and `private`
-    says otherwise; StorageError with the Hub's answer where it refuses.
+    Args:
+        publication: The files to push.
+        repo_id: The repository; it is created where it is missing.
+        private: Whether the repository has to be private.
+        token: The token; None takes HF_TOKEN, else that of the last login.
+        revision: The branch, created where it is missing; None takes main.
+        progress: Is called before and after the upload.
+
+    Raises:
+        ConfigError: The repository is public and `private` says otherwise.
+        StorageError: The Hub refuses; the message has its answer.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -71,7 +79,7 @@ def push(
     own_card = CARD not in standing or publication.mark.encode() in repo.read(CARD)
     if not own_card:
         log.info("hub: the README.md of %s is somebody's own, it stays as it is", repo_id)
-    # the manifests byte by byte: they hold the checksums of the others
+    # The manifests are compared byte by byte: they hold the checksums of the other files.
     up_to_date = all(standing.get(file.name) == file.num_bytes for file in files) and all(
         repo.read(file.name) == file.content for file in files if file.content is not None
     )
@@ -105,7 +113,9 @@ def push(
 
 
 def _content(file: PublishedFile, publication: Publication) -> bytes | str | io.BufferedReader:
-    """What the client uploads: bytes, the path of a file here, or an open file elsewhere."""
+    """Returns what the client uploads: bytes, the path of a file here, or an open file
+    elsewhere.
+    """
     if file.content is not None:
         return file.content
     if not storage.is_remote(file.path):
@@ -116,7 +126,7 @@ def _content(file: PublishedFile, publication: Publication) -> bytes | str | io.
 
 
 class _Repository:
-    """A branch of a dataset repository. What the client raises becomes a StorageError."""
+    """A branch of a dataset repository. Errors of the client become a StorageError."""
 
     def __init__(self, repo_id: str, token: str | None, revision: str) -> None:
         from huggingface_hub import HfApi
@@ -129,8 +139,10 @@ class _Repository:
         self.branch: Where = {**self.where, "revision": revision}
 
     def make(self, private: bool) -> None:
-        """The repository and the branch, made where they are missing. A public one is no place for
-        what is meant to be private.
+        """Makes the repository and the branch where they are missing.
+
+        Raises:
+            ConfigError: The repository is public, and `private` is set.
         """
         self._ask(
             "creating it",
@@ -178,7 +190,7 @@ class _Repository:
         return info.sha or ""
 
     def commit(self, operations: list[Any], message: str) -> tuple[str, str]:
-        """(hash, address) of one commit, made after everything was uploaded."""
+        """Returns (hash, address) of one commit, made after everything was uploaded."""
         done = self._ask(
             "committing",
             lambda: self.api.create_commit(
@@ -188,13 +200,16 @@ class _Repository:
         return done.oid, str(done.commit_url)
 
     def _ask(self, doing: str, call: Callable[[], T]) -> T:
-        """The client's answer, or StorageError with what the Hub said. Without the client's own
-        error: it holds the request's headers.
+        """Returns the client's answer.
+
+        Raises:
+            StorageError: The Hub refuses. It does not carry the client's own error, which holds the
+                request's headers.
         """
         try:
             return call()
         except Exception as error:
-            # the client's connection errors belong to no family of Python's
+            # The client's connection errors have no base class of Python's own.
             if not isinstance(error, OSError | ValueError | RuntimeError) and not type(
                 error
             ).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub", "hf_xet")):

@@ -19,7 +19,8 @@ from easypipe.loader.rows.items import ForwardRows
 from easypipe.loader.rows.ranks import DerivedRows
 
 try:
-    # not by name: this file has that name too, where types are checked without torch
+    # It is not imported by name: this file has that name too, where types are checked without
+    # torch.
     torch: Any = importlib.import_module("torch")
     data: Any = importlib.import_module("torch.utils.data")
 except ImportError as error:
@@ -36,21 +37,23 @@ class TorchBatches(data.IterableDataset):
 
     `DataLoader(TorchBatches(loader), batch_size=None)`
 
-    Whole numbers become int64, which torch's embeddings and losses want; floats stay as they are.
-    The loader's own threads make batches ahead, so `num_workers=0` is right.
+    Integers become int64, which torch's embeddings and losses need; floats stay as they are. The
+    loader's own threads make batches ahead, so `num_workers=0` is right.
+
     Law: with W workers, worker w gives batches w, w + W, ..., so that the DataLoader, which asks
     them in turn, gives every batch once and in order. Workers need a loader whose batches have
-    numbers (not one of streams) and lie in host memory. Law (exact resume): after
-    `load_state_dict(state)`, with the state that `state_dict` gave behind batch n, the next batch
-    is n + 1. With several workers each keeps and restores its own, as torchdata's
-    StatefulDataLoader has them do.
+    numbers (not one of streams) and lie in host memory.
+
+    Law (exact resume): after `load_state_dict(state)`, with the state that `state_dict` gave behind
+    batch n, the next batch is n + 1. With several workers each keeps and restores its own, as
+    torchdata's StatefulDataLoader has them do.
     """
 
     def __init__(self, loader: Loader) -> None:
         super().__init__()
         self._loader = loader.copy()
         self._yielded = 0  # batches before the next one of this process, where there are workers
-        self._restored_by: int | None = None  # the process
+        self._restored_by: int | None = None  # the process that loaded a state
 
     def __iter__(self) -> Iterator[Tensors]:
         worker, workers = torch_worker()
@@ -77,9 +80,13 @@ class TorchBatches(data.IterableDataset):
         loader._ended()
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration pass `epoch`, for worker processes, which end with a pass and do
-        not count them. Raises ConfigError for a loader that has no passes: those of data modules,
-        factories and builders have.
+        """Makes the next iteration pass `epoch`.
+
+        Worker processes need it: they end with a pass and do not count passes.
+
+        Raises:
+            ConfigError: The loader has no passes; those of data modules, factories and builders
+                have.
         """
         if not isinstance(self._loader, EpochLoader):
             raise ConfigError(
@@ -90,20 +97,25 @@ class TorchBatches(data.IterableDataset):
         self._loader.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Batches of a pass. Raises TypeError where they never end."""
+        """Returns the batches of a pass.
+
+        Raises:
+            TypeError: The batches never end.
+        """
         return len(self._loader)
 
     def state_dict(self) -> Json:
-        """The state behind the batch that was last given by this process.
-
-        JSON and plain numbers.
-        """
+        """Returns the state behind the batch that was last given by this process, as JSON."""
         if torch_worker()[1] == 1:
             return {STATE_KEY: self._loader.state().to_json()}
         return {STATE_KEY: self._by_number(torch_worker()[1]).state_at(self._yielded).to_json()}
 
     def load_state_dict(self, state_dict: Json) -> None:
-        """Raises StateError for a state of anything else than this loader."""
+        """Makes the next iteration go on behind the state.
+
+        Raises:
+            StateError: The state is not one of this loader.
+        """
         if STATE_KEY not in state_dict:
             raise StateError(
                 at="state_dict",
@@ -114,7 +126,11 @@ class TorchBatches(data.IterableDataset):
         self._yielded, self._restored_by = self._loader.state().batch, os.getpid()
 
     def _by_number(self, workers: int) -> Loader:
-        """The loader, where worker processes can share it."""
+        """Returns the loader, where worker processes can share it.
+
+        Raises:
+            ConfigError: They cannot.
+        """
         loader = self._loader
         rows = loader.rows.below if isinstance(loader.rows, DerivedRows) else loader.rows
         if not rows.by_number or isinstance(rows, ForwardRows):
@@ -137,9 +153,9 @@ class TorchRows(data.IterableDataset):
 
     `DataLoader(TorchRows(StreamingPreprocessedDataset(...)), num_workers=4)`
 
-    A StreamingPreprocessedDataset shares its rows over the workers by itself; any other iterable is
-    read by one (num_workers=0), as each worker would read all of it: then iterating raises
-    ConfigError.
+    A StreamingPreprocessedDataset shares its rows over the workers by itself. Any other iterable is
+    read by one process (num_workers=0), as each worker would read all of it: with workers,
+    iterating raises ConfigError.
     """
 
     def __init__(self, rows: Iterable[Item]) -> None:
@@ -148,7 +164,7 @@ class TorchRows(data.IterableDataset):
 
     def __iter__(self) -> Iterator[Tensors]:
         workers = torch_worker()[1]
-        # an iterable may be of any class
+        # an iterable may be of any class, so it is asked for the method
         require(
             workers <= 1 or hasattr(self._rows, "sharded"),
             "num_workers",
@@ -167,7 +183,7 @@ def _tensors(batch: Item) -> Tensors:
 
 
 def _tensor(values: ArrayLike) -> Tensors:
-    if isinstance(values, list):  # of texts, which no tensor holds
+    if isinstance(values, list):  # a list of texts, which no tensor holds
         return values
     array = np.asarray(values)
     tensor = torch.from_numpy(np.array(array) if not array.flags.writeable else array)

@@ -1,4 +1,4 @@
-"""What torch's DataLoader is told, and asked, without loading torch where nobody else has."""
+"""Talks to torch's DataLoader, without loading torch where it is not loaded yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from easypipe.core.values import Dataset
 
 
 def _torch_data() -> Any:
-    """torch.utils.data where somebody has loaded it, else None."""
+    """Returns torch.utils.data where it is loaded already, else None."""
     return sys.modules.get("torch.utils.data")
 
 
@@ -20,17 +20,17 @@ def known_to_torch(kind: type) -> None:
 
 
 def torch_worker() -> tuple[int, int]:
-    """(number of this DataLoader worker, how many there are).
+    """Returns (number of this DataLoader worker, how many there are).
 
-    (0, 1) in any process that is none.
+    It is (0, 1) in a process that is not a worker.
     """
     info = None if (data := _torch_data()) is None else data.get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 def shares_rows(rows: Dataset) -> bool:
-    """Whether it gives each of a DataLoader's workers rows of its own.
+    """Returns whether a dataset gives each of a DataLoader's workers rows of its own.
 
-    torch asks that of its iterable datasets: those of `datasets` do.
+    torch requires that of its iterable datasets: those of `datasets` do.
     """
     return (data := _torch_data()) is not None and isinstance(rows, data.IterableDataset)

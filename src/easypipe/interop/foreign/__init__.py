@@ -1,1 +1,1 @@
-"""Configs of axolotl, TRL and LLaMA-Factory as configs of ours."""
+"""Reads configs of axolotl, TRL and LLaMA-Factory as configs of easypipe."""

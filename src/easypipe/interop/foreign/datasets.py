@@ -1,4 +1,6 @@
-"""Where another tool's config has its rows, and how they are read."""
+"""The rules for the datasets of another tool's config: where their rows are, and how they are
+read.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from easypipe.transforms.chat.conversations import MESSAGE_FIELDS
 from easypipe.transforms.prompt.config import ROLES, SPEAKERS
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# keys of axolotl's datasets of messages
+# Keys of axolotl's datasets of messages that say which turns are trained.
 OF_TURNS = {
     "roles_to_train",
     "train_on_eos",
@@ -30,7 +32,7 @@ def _sources(key: Key, datasets: Sequence[JsonObject]) -> None:
 
 
 def _from(name: str) -> JsonObject:
-    """Where a dataset's rows are: files, or a dataset of the Hub."""
+    """Returns where a dataset's rows are: files, or a dataset of the Hub."""
     hub = HUB_NAME.fullmatch(name) and not name.endswith(FILES) and not Path(name).exists()
     return {"data_files": name, "type": "huggingface"} if hub else {"data_files": name}
 
@@ -83,7 +85,7 @@ def axolotl_datasets(key: Key) -> None:
 
 
 def _preferred(one: JsonObject, *, judged: bool) -> JsonObject:
-    """The prompt of a dataset of pairs, or of answers that were judged each for itself."""
+    """Returns the prompt of a dataset of pairs, or of answers that are judged each for itself."""
     if judged:
         columns = {"input_columns": ["prompt"], "label_column": "completion"}
         return {"format_type": "prompt_completion", **columns, "desirable_column": "label"}
@@ -96,7 +98,7 @@ def _preferred(one: JsonObject, *, judged: bool) -> JsonObject:
 
 
 def axolotl_pretraining(key: Key) -> None:
-    """Text that theirs streams."""
+    """Makes datasets of the text that axolotl streams."""
     given = [key.value] if isinstance(key.value, str | dict) else key.value
     found: list[JsonObject] = []
     for number, one in enumerate(
@@ -119,8 +121,9 @@ def axolotl_pretraining(key: Key) -> None:
 
 
 def _axolotl_keys(left: dict[str, str], at: str, one: JsonObject, *, flags: bool) -> JsonObject:
-    """Of a prompt, by which keys messages say who speaks and what; flags: and whether they are
-    trained.
+    """Returns the part of a prompt that says by which keys messages name speakers and content.
+
+    With `flags` it also says whether messages are trained.
     """
     given = dict(one.get("message_property_mappings") or {})
     for name, key in (("role", "message_field_role"), ("content", "message_field_content")):
@@ -143,9 +146,9 @@ def _axolotl_keys(left: dict[str, str], at: str, one: JsonObject, *, flags: bool
 
 
 def _axolotl_turns(left: dict[str, str], at: str, one: JsonObject) -> JsonObject:
-    """Of a prompt, whose turns are trained.
+    """Returns the part of a prompt that says whose turns are trained.
 
-    Theirs trains the turns of `roles_to_train` (the assistant's, where the key is not there) and
+    axolotl trains the turns of `roles_to_train` (the assistant's, where the key is not there) and
     what ends them; the last message alone where both it and `train_on_eos` are empty.
     """
     roles, ends = one.get("roles_to_train", ["assistant"]), one.get("train_on_eos", "turn")
@@ -181,7 +184,7 @@ def mixture(key: Key) -> None:
         dataset |= {"split": one["split"]} if "split" in one else {}
         dataset |= {"subset": one["config"]} if one.get("config", "default") != "default" else {}
         dataset["split"] = _share(key, dataset.get("split", "train"), one.get("weight", 1.0))
-        # columns that nothing reads are not read
+        # `columns` is among the known keys: columns that nothing uses are never read
         for name in one.keys() - {"id", "split", "config", "weight", "columns"}:
             left = f"{key.name}.datasets[{len(found)}].{name}"
             key.made.left[left] = "no key of this name is known here"
@@ -192,7 +195,7 @@ def mixture(key: Key) -> None:
 
 
 def _share(key: Key, split: str, share: float) -> str:
-    """A split, or the share of its rows that TRL calls a weight."""
+    """Returns a split, or the share of its rows that TRL calls a weight."""
     percent = round(share * 100, 6)  # 0.07 * 100 is 7.000000000000001
     if percent == 100:
         return split
@@ -219,7 +222,9 @@ def mixer(key: Key) -> None:
 
 
 def listed(key: Key) -> None:
-    """LLaMA-Factory's names stand in a dataset_info.json, which is not read."""
+    """Makes datasets of LLaMA-Factory's names, which stand in a dataset_info.json that is not
+    read.
+    """
     names = key.value.split(",") if isinstance(key.value, str) else key.value
     folder = str(key.given.get("dataset_dir", "data"))
     _sources(key, [{"data_files": f"{folder}/{str(name).strip()}.json"} for name in names])
@@ -230,13 +235,13 @@ def listed(key: Key) -> None:
 
 
 def described(key: Key) -> None:
-    """A file of LLaMA-Factory that says where the rows are, and is not read."""
+    """Makes a dataset of a file of LLaMA-Factory that says where the rows are, and is not read."""
     _sources(key, [{"data_files": str(key.value)}])
     key.leave(f"{key.value} says where the rows are, and is not read: name their files")
 
 
 def field(path: str) -> Rule:
-    """The same of each dataset."""
+    """Returns a rule that sets a field of each dataset."""
 
     def rule(key: Key) -> None:
         key.made.dataset[path] = key.value

@@ -1,4 +1,4 @@
-"""What becomes of one key of another tool's config: a rule for each kind of key."""
+"""The rules that say what becomes of one key of another tool's config, one for each kind of key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_args
 from easypipe.core.values import Json, JsonObject, JsonValue
 from easypipe.train.config import PreferenceLoss
 
-# the projections of ours by the names that PEFT's configs have
+# easypipe's projections by the names that PEFT's configs have
 PROJECTIONS = {
     "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output",
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
@@ -37,21 +37,24 @@ WAYS = {
 
 @dataclass
 class ForeignConfig:
-    """A config of ours, made of one of theirs.
+    """A config of easypipe, made of one of another tool.
 
     Attributes:
         config: What `RunConfig.load` takes.
-        carried: By key of theirs, what it became, in words.
-        left: By key of theirs, why nothing stands for it, or what differs.
+        carried: By key of the other tool, what it became, in words.
+        left: By key of the other tool, why nothing stands for it, or what differs.
+        dataset: The fields that all datasets have.
     """
 
     config: JsonObject = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    dataset: JsonObject = field(default_factory=dict)  # what all datasets have
+    dataset: JsonObject = field(default_factory=dict)
 
     def part(self, path: str, *, make: bool = False) -> JsonObject:
-        """What stands at a key path so far; make: a section there, if there is none yet."""
+        """Returns what stands at a key path so far; with `make`, a new section if there is none
+        yet.
+        """
         inner = self.config
         for name in path.split("."):
             inner = inner.setdefault(name, {}) if make else inner.get(name, {})
@@ -60,29 +63,29 @@ class ForeignConfig:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of theirs, and what becomes of it."""
+    """One key of the other tool's config, and the config that it goes into."""
 
     made: ForeignConfig
     name: str
-    given: Json  # all of theirs
+    given: Json  # the whole config of the other tool
 
     @property
     def value(self) -> Any:
         return self.given[self.name]
 
     def put(self, path: str, value: JsonValue = None) -> None:
-        """Sets a key path of ours, to the key's own value if to no other."""
+        """Sets a key path of easypipe's config, to the key's own value if no other is given."""
         value = self.value if value is None else value
         section, _, last = path.rpartition(".")
         self.made.part(section, make=True)[last] = value
         self.say(f"{path}: {value}")
 
     def put_part(self, path: str) -> None:
-        """Sets a section of ours, with what stands in it so far."""
+        """Sets a section of easypipe's config, with what stands in it so far."""
         self.put(path, self.made.part(path))
 
     def say(self, text: str) -> None:
-        """What it became, beside what it became so far."""
+        """Notes what the key became, beside what it became so far."""
         carried = self.made.carried
         carried[self.name] = f"{carried[self.name]}, {text}" if self.name in carried else text
 
@@ -103,7 +106,7 @@ Rule = Callable[[Key], None]
 
 
 def to(*paths: str) -> Rule:
-    """The value as it is."""
+    """Returns a rule that takes the value as it is."""
 
     def rule(key: Key) -> None:
         for path in paths:
@@ -113,8 +116,9 @@ def to(*paths: str) -> Rule:
 
 
 def whole(path: str, none: str = "") -> Rule:
-    """A number that has to be whole; a share of something is left. none: what 0 and less say, where
-    ours does the same without it.
+    """Returns a rule for a number that has to be whole; a share of something is left.
+
+    `none` is what 0 and less say, where easypipe does the same without it.
     """
 
     def rule(key: Key) -> None:
@@ -136,18 +140,24 @@ def leave(reason: str) -> Rule:
 
 
 def off(reason: str) -> Rule:
-    """Left where it is switched on, and nothing where it is off."""
+    """Returns a rule that leaves the key where it is switched on, and does nothing where it is
+    off.
+    """
     nothing = (False, 0, "no", "none", "None", [], {})
     return lambda key: key.off() if key.value in nothing else key.leave(reason)
 
 
 def to_if_on(path: str) -> Rule:
-    """A number where it is switched on, and nothing where it is off."""
+    """Returns a rule that takes a number where it is switched on, and does nothing where it is
+    off.
+    """
     return lambda key: key.put(path) if key.value else key.off()
 
 
 def always(text: str) -> Rule:
-    """What ours does anyway; left where theirs does not."""
+    """Returns a rule for what easypipe does anyway; the key is left where the other tool does
+    not.
+    """
     return lambda key: (
         key.carry(text) if key.value else key.leave(f"is off there, and here: {text}")
     )
@@ -197,7 +207,7 @@ def remat(key: Key) -> None:
 
 
 def peft(key: Key) -> None:
-    """LLaMA-Factory's `peft_config`, a mapping."""
+    """Takes LLaMA-Factory's `peft_config`, a mapping."""
     names = {"r": "rank", "lora_alpha": "alpha"}
     if (key.value or {}).get("name") != "lora":
         key.unknown(": {name: lora} is")
@@ -229,12 +239,12 @@ def adapter(key: Key) -> None:
 def new_tokens(key: Key) -> None:
     if isinstance(key.value, Sequence) and not isinstance(key.value, str):
         key.put("model.add_tokens")
-    else:  # as older configs have it
+    else:  # older configs have another type here
         key.leave("the tokenizer's own are taken; see model.add_tokens")
 
 
 def with_adapters(rule: Rule) -> Rule:
-    """What the rule does where adapters are trained, and nothing elsewhere."""
+    """Returns a rule that applies where adapters are trained, and does nothing elsewhere."""
 
     def asked(key: Key) -> None:
         said = (key.given.get(name) for name in ("adapter", "use_peft", "finetuning_type"))
@@ -311,7 +321,7 @@ def reports(key: Key) -> None:
 
 
 def strategy(path: str) -> Rule:
-    """`steps` is what ours does; `epoch` and `no` are told."""
+    """Returns a rule for a strategy: `steps` is what easypipe does; `epoch` and `no` are noted."""
 
     def rule(key: Key) -> None:
         if key.value == "steps":
@@ -342,13 +352,13 @@ def stage(key: Key) -> None:
 
 
 def way(given: Json) -> str | None:
-    """What a config calls its way of training on preferences; None where it names none."""
+    """Returns the name of a config's way of training on preferences; None where it names none."""
     said = given.get("rl") or given.get("stage")
     return None if said in (None, "sft", "pt") else str(said)
 
 
 def of_preferences(rule: Rule, *ways: str) -> Rule:
-    """What the rule does where preferences are trained in one of these ways (in any)."""
+    """Returns a rule that applies where preferences are trained in one of these ways, or in any."""
 
     def asked(key: Key) -> None:
         name = way(key.given)

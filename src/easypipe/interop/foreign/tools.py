@@ -1,4 +1,4 @@
-"""The keys of axolotl, TRL and LLaMA-Factory, each with what becomes of it; `import_config`."""
+"""`import_config`: the keys of axolotl, TRL and LLaMA-Factory, each with what becomes of it."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ from easypipe.train.optim.config import DEFAULTS
 
 
 def import_config(tool: str, path: str | Path) -> ForeignConfig:
-    """A config of `tool` ("axolotl", "trl", "llamafactory") as one of ours.
+    """Returns a config of `tool` ("axolotl", "trl", "llamafactory") as one of easypipe.
 
     Every key of the file is carried or left; none is dropped.
 
     Raises:
-        ConfigError: For an unknown tool, a file that is no mapping, and one that names no model or
-            no rows to train on.
+        ConfigError: The tool is unknown, the file is not a mapping, or it names no model or no rows
+            to train on.
     """
     require_known(tool, tuple(TOOLS), "tool", f"no importer for {tool!r}")
     given = load_yaml(path)
@@ -106,7 +106,7 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
 
 
 def lines_left(made: ForeignConfig, path: Path) -> list[str]:
-    """What is left, by the line of its key in the file."""
+    """Returns what is left, by the line of its key in the file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found: list[tuple[int, str]] = []
     for key, why in made.left.items():
@@ -118,7 +118,7 @@ def lines_left(made: ForeignConfig, path: Path) -> list[str]:
 
 
 def written(made: ForeignConfig, tool: str, path: Path) -> str:
-    """The YAML of a config, with what is left in comments above it."""
+    """Returns the YAML of a config, with what is left in comments above it."""
     comments = [f"# Made of {tool}'s {path.name} by `easypipe import`."]
     if made.left:
         comments.append("# Look at these, for which nothing stands here, or something else:")
@@ -128,7 +128,7 @@ def written(made: ForeignConfig, tool: str, path: Path) -> str:
 
 
 def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
-    """What follows from several keys together."""
+    """Sets what follows from several keys together."""
     load = made.part("data.load", make=True)
     key, rows = _BATCH[tool]
     key = "micro_batch_size" if "micro_batch_size" in given else key  # LLaMA-Factory has both
@@ -172,7 +172,7 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
                 dataset.setdefault(name, value)
 
 
-# The key that says the rows of a device, and how many they are where it is left out
+# The key that says how many rows a device has, and how many they are where it is left out.
 _BATCH = {
     "axolotl": ("micro_batch_size", 1),
     "trl": ("per_device_train_batch_size", 8),
@@ -181,7 +181,7 @@ _BATCH = {
 
 
 def _finish_evaluation(made: ForeignConfig, given: Json) -> None:
-    """Evaluates every so many steps where that is theirs's strategy, which is to do it never."""
+    """Sets evaluation every so many steps where `eval_strategy` says so; the default is never."""
     train = made.part("train", make=True)
     if given.get("eval_strategy", given.get("evaluation_strategy")) == "steps":
         train.setdefault("eval_every", train.get("log_every", 500))
@@ -190,7 +190,7 @@ def _finish_evaluation(made: ForeignConfig, given: Json) -> None:
 
 
 def _finish_optimizer(made: ForeignConfig, tool: str) -> None:
-    """Writes what theirs takes where a file is silent, wherever ours would take something else."""
+    """Sets the other tool's defaults wherever easypipe's would differ."""
     options = made.part("train.optimizer", make=True)
     name = options.get("name", "adamw")
     for option, value in {"weight_decay": 0.0, "beta2": 0.999}.items():
@@ -205,7 +205,7 @@ def _finish_optimizer(made: ForeignConfig, tool: str) -> None:
 
 
 def _pack_answers(made: ForeignConfig, given: Json, *, pairs: bool) -> None:
-    """Rows of whole answers; theirs pads each instead."""
+    """Packs whole answers into rows, where the other tool pads each."""
     pack = made.part("data.pack")
     pack.pop("enabled", None)
     pack |= {"strategy": "first_fit", "oversize": "drop"}
@@ -221,7 +221,7 @@ def _pack_answers(made: ForeignConfig, given: Json, *, pairs: bool) -> None:
 
 
 def _into_prompt(prompt: JsonObject, name: str, value: JsonValue) -> None:
-    """Puts what all datasets have into the prompt of one."""
+    """Puts a field that all datasets have into the prompt of one."""
     if name == "train_on":
         for other in ("roles_to_train", "train_on_eos"):
             prompt.pop(other, None)
