@@ -54,17 +54,11 @@ def push(
     revision: str | None = None,
     progress: ProgressListener = silent,
 ) -> Pushed:
-    """Makes a branch of the dataset repository hold `publication`.
+    """Makes a branch of the dataset repository hold `publication`; makes both where they are
+    missing.
 
-    Files of other names stay, except shards of an earlier publication.
-
-    Args:
-        publication: The files to push.
-        repo_id: The repository; it is created where it is missing.
-        private: Whether the repository has to be private.
-        token: The token; None takes HF_TOKEN, else that of the last login.
-        revision: The branch, created where it is missing; None takes main.
-        progress: Is called before and after the upload.
+    Files of other names stay, except shards of an earlier publication. `revision` is the branch;
+    None takes main. `token` None takes HF_TOKEN, else that of the last login.
 
     Raises:
         ConfigError: The repository is public and `private` says otherwise.

@@ -52,11 +52,8 @@ def tune(
     """Returns the fastest blocks of the default implementation, forward and backward, as an entry.
 
     A choice is timed once its values agree with the reference. The least of `repeats` runs counts:
-    what else the machine does only ever adds.
-
-    Raises:
-        ConfigError: A size is below 1, the dtype is unknown, or no blocks run and give right
-            values.
+    what else the machine does only ever adds. Raises ConfigError for sizes below 1, an unknown
+    dtype, and where no blocks run and give right values.
     """
     for at, value in (
         ("tokens", tokens),
