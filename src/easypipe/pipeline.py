@@ -66,8 +66,10 @@ T = TypeVar("T")
 
 
 class _Step(NamedTuple):
+    """A stage of the chain, and the sources that it made."""
+
     stage: BaseStage
-    data: Sources  # what the stage made
+    data: Sources
 
 
 class Pipeline:
@@ -529,6 +531,11 @@ class Pipeline:
         return step.data
 
     def _add(self, stage: BaseStage) -> Self:
+        """Runs a stage on the data of the chain, and adds it.
+
+        Raises:
+            StageOrderError: source() was not called before, or load() was.
+        """
         if not isinstance(stage, SourceStage) and not _is_own(stage):
             self._last_step()
         if self._plan and isinstance(self._plan[-1].stage, LoadStage):

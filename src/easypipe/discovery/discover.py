@@ -244,6 +244,11 @@ def _in_files(
 
 
 def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
+    """Returns the parts that a dataset repository of the Hub may have, and the commit as a note.
+
+    Raises:
+        ConfigError: Revisions conflict, or there is no such part.
+    """
     asked, split, subset = parse_hub_name(dataset.data_files), dataset.split, dataset.subset
     if asked.revision and dataset.revision and asked.revision != dataset.revision:
         problem = f"{dataset.revision!r}, but data_files says {asked.revision!r}"

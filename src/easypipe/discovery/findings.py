@@ -183,6 +183,7 @@ class Discovery:
 
 
 def _part_lines(part: Part) -> Iterator[str]:
+    """Yields the lines of a part in the report for people."""
     size = "" if part.num_bytes is None else f", {bytes_text(part.num_bytes)}"
     many = f" in {len(part.files)} files" if len(part.files) > 1 else ""
     yield f"{part.name}: {part.format}{size}{many}"

@@ -186,6 +186,7 @@ def _open(kind: str, look: Look, file: FileRef, num_bytes: int) -> _Opened | Sou
 
 
 def _part(found: Candidate, group: Sequence[_Opened], look: Look) -> Part:
+    """Returns the part that files of one kind make up, with what was found in them."""
     notes: list[str] = []
     try:
         schema = reconcile([(one.file.path, one.head.schema) for one in group])

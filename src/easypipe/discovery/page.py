@@ -38,6 +38,7 @@ def _counts(part: Part) -> tuple[JsonValue, JsonValue, JsonValue]:
 
 
 def _sections(part: Part, made: Proposal | ConfigError) -> Iterator[Section]:
+    """Yields the sections of a part: its columns, its first rows, and how to read it."""
     columns = [(column.name, short_type(column.type)) for column in part.columns or ()]
     yield Section(
         f"{part.name}: columns",

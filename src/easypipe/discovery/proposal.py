@@ -96,6 +96,7 @@ def names_roles_otherwise(kind: Kind) -> bool:
 
 
 def _wrong(kind: Kind, row: Row, roles: Mapping[str, str] | None) -> Wrong | None:
+    """Returns why a row cannot be read as `kind`; None where it can."""
     values = {choice.slot: row.get(choice.column) for choice in kind.choices}
     if kind.name in ("tokens", "unknown"):
         return None

@@ -193,6 +193,7 @@ def masks(sample: Sample) -> str:
 
 
 def resume(sample: Sample) -> str:
+    """Checks that a loader that is stopped and restored gives the batches of one that goes on."""
     reference = sample.batches
     stops = [one for one in STOPS if one < len(reference)]
     for stop in stops:

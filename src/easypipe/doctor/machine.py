@@ -83,6 +83,7 @@ def devices() -> str:
 
 
 def locks_exclude(folder: Path) -> str:
+    """Checks that two processes do not get one lock."""
     path = folder / "lock"
     with locks.try_hold(path, exclusive=True) or _no_lock(path):
         if _is_free(path):
@@ -93,6 +94,7 @@ def locks_exclude(folder: Path) -> str:
 
 
 def writes_are_synced(folder: Path) -> str:
+    """Returns how long a small file takes to be written through to the disk."""
     began = time.monotonic()
     for number in range(10):
         storage.commit_bytes(folder / f"synced{number}", bytes(1 << 16))
@@ -131,6 +133,7 @@ def renaming_is_atomic(folder: Path) -> str:
 
 
 def a_kill_loses_nothing(folder: Path) -> str:
+    """Checks that a process killed while it replaces a file leaves the old bytes, and no rest."""
     inside = folder / "killed"
     storage.commit_bytes(inside / "file", b"old")
     died = _python(DIE, inside / "file")
@@ -145,6 +148,7 @@ def a_kill_loses_nothing(folder: Path) -> str:
 
 
 def clock(folder: Path) -> str:
+    """Checks that files are dated by this machine's clock, finely enough to see a change."""
     path = folder / "clock"
     path.write_bytes(b"1")
     ahead = path.stat().st_mtime - time.time()
@@ -162,6 +166,7 @@ def clock(folder: Path) -> str:
 
 
 def limits(folder: Path) -> str:
+    """Checks the limits of open files, disk and file names."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     endless = files == resource.RLIM_INFINITY
     if not endless and files < OPEN_FILES:

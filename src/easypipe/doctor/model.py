@@ -53,6 +53,7 @@ def no_document_sees_another(run: RunConfig, sample: Sample) -> str:
 
 
 def packed_equals_alone(run: RunConfig, sample: Sample) -> str:
+    """Checks that the loss of a packed row is the sum of the losses of its documents alone."""
     row, model = _packed_row(sample), _small(run, sample)
     whole, alone = _loss(model, row), 0.0
     for number in range(1, int(row[SEGMENT_IDS].max()) + 1):

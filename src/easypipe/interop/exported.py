@@ -143,6 +143,7 @@ def in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
 
 
 def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
+    """Yields a sentence where the logits of tokens drawn at random differ."""
     torch, vocab = needed("torch"), ours.config.vocabulary
     ids = np.random.default_rng(0).integers(0, vocab, (ROWS, LENGTH))
 
@@ -185,6 +186,9 @@ def _texts(tokenizer: Tokenizer, named: NamedTokenizer) -> Iterator[str]:
 
 
 def _conversations(tokenizer: Tokenizer, given: str | None, named: NamedTokenizer) -> Iterator[str]:
+    """Yields differences of the tokens of conversations, and of whether there is a chat
+    template.
+    """
     template = template_of(tokenizer, given)
     if template is None:
         if named.chat_template is not None:

@@ -212,6 +212,7 @@ class _Repository:
         raise StorageError(at=f"hub:{self.repo_id}", problem=f"{doing} failed{problem}", fix=fix)
 
     def _explain(self, error: BaseException) -> tuple[str, str]:
+        """Returns what an error of the client means, and what helps; the token is blotted out."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         while error.__cause__ is not None and not isinstance(error, HfHubHTTPError):

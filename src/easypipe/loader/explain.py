@@ -28,6 +28,8 @@ from easypipe.loader.rows.stored import StoredRows
 
 
 class Decodes(Protocol):
+    """A tokenizer, as far as it decodes."""
+
     def decode(self, ids: Sequence[int], /) -> str: ...
 
 
@@ -133,6 +135,8 @@ class ExplainedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainedBatch:
+    """The documents of batch `step`, row by row."""
+
     step: int
     rows: tuple[ExplainedRow, ...]
     notes: tuple[str, ...] = ()  # what is not known, and why
@@ -176,6 +180,7 @@ def explain_rows(
 
 def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
     # Transforms never change which document a token belongs to.
+    """Explains one row of a batch, which is row `number` of the run."""
     laid, there = innermost(rows, number)
     if isinstance(laid, PlannedRows):
         epoch, window, starts, place = _planned(laid, there)
@@ -227,6 +232,7 @@ def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
 
 
 def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Place]:
+    """Returns (epoch, window, slots at which pieces begin, place) of a row of a plan."""
     found = rows.plan.locate(number)
     pieces = found.pieces
 
@@ -255,6 +261,7 @@ def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Plac
 
 
 def _stored(rows: StoredRows, number: int) -> tuple[int, None, _Place]:
+    """Returns (epoch, None, place) of a saved row."""
     epoch, file, row, datasets = rows.where(number)
 
     def place(segment: int, slots: slice) -> JsonObject:

@@ -405,7 +405,9 @@ class Loader:
         return Loader(rows, config, seed=self._seed if seed is None else seed, **self._options)
 
     def _ended(self) -> None:
-        """Is called where the newest iteration has met the end of the data."""
+        """Hears that the newest iteration has met the end of the data; a subclass may begin a
+        pass.
+        """
 
     def _check_step(self, step: int, steps: Steps) -> None:
         if step < 0:

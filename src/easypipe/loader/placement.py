@@ -110,7 +110,8 @@ def gather_bytes(own: bytes) -> list[bytes]:
 
 
 class Placement:
-    """Where batches of `batch_size` rows go, and which of the rows this process has to read.
+    """The place of batches of `batch_size` rows on a mesh, and the rows that this process has to
+    read.
 
     Args:
         mesh: As for `make_mesh`.
@@ -260,6 +261,12 @@ class Placement:
 
 
 def _partition_spec(spec: Any, mesh: Mesh) -> PartitionSpec:
+    """Returns the PartitionSpec of batches, from one or from its form in YAML.
+
+    Raises:
+        PlacementError: It is none, has too many entries, or names an axis that the mesh lacks or
+            twice.
+    """
     from jax.sharding import PartitionSpec
 
     if spec is None:

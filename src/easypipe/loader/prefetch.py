@@ -149,6 +149,7 @@ class _Worker:
 
 
 def _work(worker: _Worker) -> None:
+    """Makes items while there are permits: the loop of one thread."""
     while (index := worker.permits.get()) is not None and not worker.closed:
 
         def enter(stage: str, index: int = index) -> None:
@@ -173,6 +174,7 @@ def _stop(
     name: str,
     join_timeout_s: float = JOIN_TIMEOUT_S,
 ) -> None:
+    """Ends the threads and waits for them; logs those that do not end within `join_timeout_s`."""
     for worker in workers:
         worker.closed = True
         worker.permits.put(None)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Begin(NamedTuple):
-    """Where counting begins: batch `batch` starts at row `row`."""
+    """The place where counting begins: batch `batch` starts at row `row`."""
 
     batch: int = 0
     row: int = 0

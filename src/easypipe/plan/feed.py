@@ -211,6 +211,11 @@ class CachedFeed:
 
 
 def _lengths(dataset: PlanDataset, docs: Int64) -> Int32:
+    """Returns the lengths of documents of a dataset.
+
+    Raises:
+        PlanError: They are not Int32[n], or below 0.
+    """
     lengths = dataset.lengths(docs)
     if lengths.dtype != np.int32 or lengths.shape != docs.shape:
         raise PlanError(

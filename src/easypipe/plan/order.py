@@ -166,6 +166,7 @@ def _forward_all(indices, size, bits, rounds, out):
 
 @jit
 def _step_all(words, count, bits, rounds):
+    """Takes one step of the permutation's walk for the first `count` words, in place."""
     shift = np.uint64(bits // 2)
     left_mask, right_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE, (_ONE << shift) - _ONE
     # ROUNDS is 8; as an array they would be read again for every word
@@ -186,6 +187,7 @@ def _step_all(words, count, bits, rounds):
 
 @jit
 def _documents_into(num_docs, keys, epoch, drawn, counts, order, out):
+    """Writes the next documents of every dataset to `out`, dataset after dataset."""
     shuffle, block = order
     rounds = np.empty(ROUNDS, np.uint64)
     n = 0

@@ -72,7 +72,7 @@ class PackSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the pieces of a window stand, sorted by row, then slot.
+    """The places of the pieces of a window, sorted by row, then slot.
 
     Attributes:
         table: Int32[5, pieces], whose lines are `row`, `slot`, `draw`, `start` and `length`. A

@@ -144,6 +144,7 @@ def count(
 
 @jit
 def _count(dataset, lengths, table, reached, rule, into):
+    """Adds the counters of a window to `into` (Int64[k, COUNTERS], columns as in FIELDS)."""
     num_rows, num_pieces, streams, cut = reached
     how, seq_length = rule
     placed = np.zeros(lengths.shape[0], np.int64)

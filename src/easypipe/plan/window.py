@@ -185,6 +185,7 @@ class Planner(Generic[At]):
         rows: int,
         cut: tuple[int, int] | None = None,
     ) -> WindowState[At]:
+        """Returns the state behind a window of these draws and rows."""
         index, first_row = state.index + 1, state.first_row + rows
         drawn = self.feed.advance(state, draws, cut)
         if draws.ended and cut is None:

@@ -119,7 +119,7 @@ MARK_EVERY = 16
 
 
 class RowAddress(NamedTuple):
-    """Where a row stands in the plan, and the pieces that stand in it."""
+    """The place of a row in the plan, and the pieces that stand in it."""
 
     row: int
     epoch: int
@@ -455,6 +455,7 @@ class Plan:
         return None
 
     def _planned(self, row: int) -> Window:
+        """Plans the window of `row` and keeps it; drops the oldest windows beyond `cache_bytes`."""
         with self._scan_lock:
             window = self._cached(row)  # another thread may have planned it while this one waited
             if window is not None:

@@ -278,6 +278,7 @@ def spellings(sample: Mapping[str, Json]) -> Iterator[tuple[str, Mapping[str, Js
 
 
 def _formed(message: Mapping[str, Json], parts: bool, written: bool, empty: bool) -> Json:
+    """Returns a message in one of the forms that templates ask for (see `spellings`)."""
     made = dict(message)
     if "tool_calls" in made:
         made["content"] = "" if empty else None
@@ -374,6 +375,7 @@ def _words(sample: Mapping[str, Json]) -> Iterator[str]:
 def _with_tokens(
     tokenizer: Tokenizer, found: Sequence[tuple[ConversationMask, int]]
 ) -> list[ConversationMask]:
+    """Returns the masks with the tokens and loss masks of those that are proven."""
     proven = [(one, end) for one, end in found if one.reason is None]
     texts = pa.array([one.text for one, _ in proven], pa.large_string())
     spans, ends = [one.spans for one, _ in proven], [end for _, end in proven]

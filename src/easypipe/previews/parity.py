@@ -98,6 +98,7 @@ def parity(config: PipelineConfig, rows: int) -> Iterator[Parity]:
 
 
 def _compared(name: str, source: TokenizedShardedSource) -> Parity:
+    """Compares the first rows of one dataset."""
     tokenizer, form = source.tokenizer.with_length(None), source.form
     named = _named(tokenizer)
     notes: list[str] = []
@@ -132,6 +133,8 @@ def _compared(name: str, source: TokenizedShardedSource) -> Parity:
 def _differing(
     pair: _Pair, own: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer
 ) -> Iterator[str]:
+    """Yields a sentence where the tokens or the masks of a text differ."""
+
     def shown(ids: Sequence[int], at: int) -> str:
         text = f"{tokenizer.decode(ids[at : at + 1])!r:.{SHOWN}}"
         return f"{text} ({ids[at]})" if at < len(ids) else "nothing"
@@ -191,6 +194,7 @@ def _texts(
 def _conversations(
     source: TokenizedShardedSource, named: NamedTokenizer, notes: list[str]
 ) -> Iterator[_Pair]:
+    """Yields conversations, as a chat template writes them here and with transformers."""
     form = source.form
     assert isinstance(form, PromptRows)
     engine, format = form.engine, form.engine.format

@@ -44,18 +44,20 @@ def preview(
     first_rows: int = FIRST_ROWS,
     progress: ProgressListener = silent,
 ) -> Preview:
-    """The first `n` samples of a config, or of a Pipeline with its own stages.
+    """Returns the first `n` samples of a config, or of a Pipeline with its own stages.
 
     No file is read to its end and nothing is kept. The samples show what rows look like, not which
     come first in training.
 
     Args:
         config: A PipelineConfig, a dict, or a YAML file, also that of a run.
+        n: The number of samples.
         first_rows: This many rows of each dataset are read, tokenized, mixed and packed as the
             config says.
+        progress: Is called as the work goes on.
 
     Raises:
-        ConfigError: If `n` is not valid; and what the pipeline raises.
+        ConfigError: `n` or `first_rows` is not valid; and what the pipeline raises.
     """
     require(
         n >= 1 and first_rows >= 1,
@@ -86,6 +88,7 @@ def preview(
 
 
 def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
+    """Returns the first `n` samples of a pipeline, with notes on what happened to other rows."""
     loader = pipeline.copy().load(LoadStageConfig(batch_size=n, drop_last=False)).loader()
     explained = loader.explain(0)
     tokenized = pipeline.tokenized()

@@ -38,6 +38,7 @@ def _from(name: str) -> JsonObject:
 
 
 def axolotl_datasets(key: Key) -> None:
+    """Makes datasets of axolotl's `datasets`; leaves their keys that have no counterpart."""
     given, left = key.given, key.made.left
     found: list[JsonObject] = []
     for number, one in enumerate(key.value):
@@ -178,6 +179,7 @@ def trl_dataset(key: Key) -> None:
 
 
 def mixture(key: Key) -> None:
+    """Makes datasets of TRL's `dataset_mixture`."""
     found: list[JsonObject] = []
     for one in key.value["datasets"]:
         dataset = _from(one["id"])

@@ -261,6 +261,7 @@ def lora(name: str) -> Rule:
 
 
 def _targets(key: Key) -> None:
+    """Takes the projections that get adapters."""
     names = key.value.split(",") if isinstance(key.value, str) else key.value
     if not key.value:
         key.off()

@@ -114,6 +114,7 @@ attention.defvjp(_attention_forward, _attention_backward)
 def _forward(
     query: Array, key: Array, value: Array, runs: Runs, options: Options
 ) -> tuple[Array, Array]:
+    """Returns the mixed values, and the log-sum-exp of the scores in units of log 2: [B, H, Q]."""
     batch, queries, heads, width = query.shape
     blocks = blocks_of(query)
     spec = _Specs(query, key, blocks.queries)
@@ -150,6 +151,7 @@ def _forward_kernel(
     options: Options,
     keys: int,
 ) -> None:
+    """Computes one block of queries: walks over the blocks of keys that one of them sees."""
     query, slot, first = query_ref[...], slot_ref[...], first_ref[...]
     rows, width = query.shape
 
@@ -175,6 +177,7 @@ def _forward_kernel(
 
 
 def _query_gradient(query, key, value, d_mixed, lse, delta, runs: Runs, options: Options) -> Array:
+    """Returns the gradient of the queries, by blocks of queries."""
     batch, queries, heads, width = query.shape
     rows = blocks_of(query).backward
     spec = _Specs(query, key, rows)
@@ -212,6 +215,7 @@ def _query_gradient_kernel(
     options: Options,
     keys: int,
 ) -> None:
+    """Computes the gradient of one block of queries, over the blocks of keys that they see."""
     query, slot, first = query_ref[...], slot_ref[...], first_ref[...]
     d_mixed, lse, delta = d_mixed_ref[...], lse_ref[...], delta_ref[...]
 
@@ -231,6 +235,7 @@ def _query_gradient_kernel(
 def _key_gradients(
     query, key, value, d_mixed, lse, delta, runs: Runs, options: Options
 ) -> tuple[Array, Array]:
+    """Returns the gradients of keys and values, by blocks of keys."""
     batch, slots, key_heads, width = key.shape
     queries, group = query.shape[1], query.shape[2] // key_heads
     rows = blocks_of(query).backward
@@ -284,6 +289,7 @@ def _key_gradients_kernel(
     rows,
     group,
 ) -> None:
+    """Computes the gradients of one block of keys, over all queries of its group that see it."""
     key, value = key_ref[...], value_ref[...]
     # the first slot of this block of keys, and of this device's queries
     begin, offset = pl.program_id(0) * rows, slot_ref[0]

@@ -370,6 +370,7 @@ def _stats(call: Call) -> LogitStats:
 
 
 def _loss(call: Call, with_tokens: bool) -> Array | LossWithTokens:
+    """Returns the reduced loss of a call, by its rule, with the tokens' statistics if asked for."""
     weights = call.weights
     if call.reduction == "mean":
         # divided before the products, not after: a bfloat16 gradient is then rounded once

@@ -143,6 +143,7 @@ def checked(request: Request) -> Call:
 
 
 def _call(request: Request) -> Call:
+    """Returns the call of a request that passed the checks."""
     given, vocab = request.arrays, request.vocab
     hidden, lm_head, labels = request.hidden, request.lm_head, _as_int32(request.labels)
     if lm_head is not None:
@@ -200,6 +201,7 @@ def _as_int32(labels: Array) -> Array:
 
 
 def _shapes(request: Request) -> Iterator[str]:
+    """Yields what is wrong with shapes and dtypes."""
     hidden, lm_head = request.hidden, request.lm_head
     labels, layout = request.labels, request.layout
     what = "hidden" if lm_head is not None else "logits"
@@ -281,6 +283,7 @@ def _is_whole(value: int) -> bool:
 
 
 def _names(request: Request) -> Iterator[str]:
+    """Yields what is wrong with the options that have names, and with their combinations."""
     implementations = get_args(Implementation)
     if request.lm_head is None:
         implementations = ("reference", "chunked", "pallas_gpu")
@@ -317,6 +320,7 @@ def _names(request: Request) -> Iterator[str]:
 
 
 def _mesh(request: Request) -> Iterator[str]:
+    """Yields what is wrong with `sharding`."""
     sharding, layout = request.sharding, request.layout
     if sharding is None:
         return
@@ -394,6 +398,7 @@ def _runs(request: Request) -> Iterator[str]:
 
 
 def _refusals(request: Request, name: Implementation) -> Iterator[str]:
+    """Yields why an implementation cannot run these arguments on any device of its platform."""
     if (reason := choice.missing(MODULES[name])) is not None:
         yield reason
         return

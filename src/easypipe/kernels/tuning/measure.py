@@ -107,6 +107,7 @@ def _tried(
     wanted: Values,
     repeats: int,
 ) -> Trial:
+    """Checks and times one choice of blocks."""
     try:
         step = _step(name, blocks)
         if problem := _problem(step(*arguments), wanted, arguments[1].dtype.name):
@@ -164,6 +165,7 @@ def _wanted(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> Values:
 def _candidates(
     name: choice.Implementation, tokens: int, width: int, vocab: int, dtype: str
 ) -> Iterator[Mapping[str, int]]:
+    """Yields the blocks that are worth measuring for an implementation."""
     if name == "chunked":
         yield from (
             {"chunk_tokens": count}

@@ -164,6 +164,11 @@ def extend_table(path: Path, entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _parse(text: str, name: str) -> list[Entry]:
+    """Reads the entries of a table.
+
+    Raises:
+        ConfigError: The text is not a table; the message names the entry.
+    """
     fix = "Run `easypipe kernels tune` to write a new one, or remove the file."
     try:
         rows = json.loads(text)

@@ -85,6 +85,11 @@ class Arrays(Source):
 
 
 def _as_lists(name: str, values: ArrayLike | Sequence[ArrayLike]) -> pa.Array:
+    """Returns a column of arrays as Arrow lists.
+
+    Raises:
+        ConfigError: It holds something else than rows of integers.
+    """
     if isinstance(values, np.ndarray) and values.ndim == 2:
         if values.dtype.kind not in "iub":
             raise ConfigError(at=f"rows.{name}", problem=f"expected integers, got {values.dtype}")
@@ -256,7 +261,7 @@ class StoredRows(RepeatedRows):
 
     @cached_property
     def _index(self) -> _Index:
-        """Where the blocks lie.
+        """The index of the blocks.
 
         It reads row numbers only of sources that leave rows out, once.
         """
@@ -305,6 +310,7 @@ class StoredRows(RepeatedRows):
         return found
 
     def _block(self, number: int) -> Block:
+        """Returns a block, decoded or kept; two threads that need one block decode it once."""
         with self._lock:
             if number in self._blocks:
                 self._blocks.move_to_end(number)
@@ -369,7 +375,9 @@ class StoredRows(RepeatedRows):
         )
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
-        """The shard, start and stop of the block that a row lies in, and the row within it."""
+        """Returns the shard, start and stop of the block that a row lies in, and the row within
+        it.
+        """
         block = int(np.searchsorted(self._index.first_row, number, side="right")) - 1
         return *self._index.spans[block], number - int(self._index.first_row[block])
 
@@ -379,8 +387,11 @@ class StoredRows(RepeatedRows):
 
 
 class _Index(NamedTuple):
-    """spans: (shard, start, stop) of every block. first_row Int64[blocks+1]: rows before each, and
-    in all.
+    """Where the blocks of a source lie.
+
+    Attributes:
+        spans: (shard, start, stop) of every block.
+        first_row: Int64[blocks + 1], the rows before each block, and in all.
     """
 
     spans: list[tuple[int, int, int]]
@@ -396,8 +407,17 @@ class _Found(NamedTuple):
 
 
 def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int) -> Block:
-    """Columns of lists → one Block. Raises SourceError naming the row where a column is no list of
-    integers, or differs in length.
+    """Decodes columns of lists into one Block.
+
+    Args:
+        batch: Rows of one shard.
+        names: The columns to decode.
+        at: The name of the shard, for errors.
+        first_row: The number of the first row within the shard.
+
+    Raises:
+        SourceError: A column is not a list of integers, or differs in length from `input_ids`; the
+            message names the row.
     """
     offsets: Int64 | None = None
     columns: dict[str, Int32] = {}
@@ -454,6 +474,11 @@ def _look_ahead(column: pa.Array, at: str) -> Int32:
 
 
 def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, Int32]:
+    """Returns the offsets, Int64[n + 1], and the int32 values of a column of lists.
+
+    Raises:
+        SourceError: It holds something else than integers that fit int32, or a null.
+    """
     kind = column.type
     masks = name != INPUT_IDS and is_list(kind) and pa.types.is_boolean(kind.value_type)
     if not masks and not (is_list(kind) and pa.types.is_integer(kind.value_type)):

@@ -64,6 +64,7 @@ def _first_draw(window: Window) -> int:
 
 @jit
 def _count(pieces, view, tables, rule, todo, found):
+    """Adds the targets of the first `pieces` pieces of a window to `found` (Int64[2, datasets])."""
     goes_on, joined, begins, hold = rule
     for n in range(pieces):
         draw, start, length = (

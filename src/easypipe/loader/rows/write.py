@@ -39,7 +39,7 @@ _NO_MASK = np.empty((0, 0), dtype=np.uint8)
 
 
 class Tokens(Protocol):
-    """Where the tokens of windows lie."""
+    """The tokens of windows, as RowWriter reads them."""
 
     @property
     def masked(self) -> bool:

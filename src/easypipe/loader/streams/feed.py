@@ -178,7 +178,7 @@ class Forward(Protocol):
 
 
 class Place(NamedTuple):
-    """Where a stream stands in a dataset.
+    """The place at which a stream stands in a dataset.
 
     Attributes:
         epoch: The pass.
@@ -288,6 +288,9 @@ class Deal:
         return +Counter({self.source.unit: counted, FILES: len(entries) - len(ranges)})
 
     def _dealt(self, epoch: int) -> _Pass:
+        """Returns how the entries of a pass are dealt; keeps that of the passes that were used
+        last.
+        """
         with self._lock:
             found = self._passes.get(epoch)
             if found is None:
@@ -347,6 +350,7 @@ class Deal:
         return loaded
 
     def _entries(self, shards: Sequence[Shard]) -> Iterator[tuple[int, int, int]]:
+        """Yields (shard, start, stop) of every entry; a stop of -1 means the whole file."""
         cuts = sum(len(shard.cuts) for shard in shards)
         for number, shard in enumerate(shards):
             if shard.num_rows is None:

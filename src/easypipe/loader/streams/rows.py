@@ -336,6 +336,7 @@ class StreamReader(RowReader):
         ) from None
 
     def _begin(self) -> None:
+        """Makes the streams of this process, at the states where the iteration begins."""
         spec = self._rows.spec
         deals = [
             Deal(source, spec.num_streams, seed=spec.plan.seed, shuffle=spec.shuffle)

@@ -236,6 +236,9 @@ def _over_tokens(given: _Given, problem: Problem) -> Array:
 
 
 def _streaming(given: _Given, problem: Problem) -> dict[str, Array]:
+    """Returns all gradients by the schedule *streaming*: one group of column blocks after
+    another.
+    """
     hidden, blocks = given.hidden, problem.blocks
     groups = cdiv(cdiv(problem.vocab, blocks.back_columns), blocks.back_parts)
     tokens, width, vocab = problem.tokens, problem.width, problem.vocab
@@ -481,7 +484,7 @@ class Tile(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where in the problem a step stands."""
+    """The place of a step in the problem."""
 
     column_block: Array
     tile: Array

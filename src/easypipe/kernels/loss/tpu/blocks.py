@@ -413,6 +413,7 @@ def _forward_choices(device: Device, sizes: Sizes) -> Iterator[Blocks]:
 
 
 def _plan_backward(device: Device, sizes: Sizes) -> Blocks | None:
+    """Returns the best blocks of the backward pass; None where none fit."""
     for blocks in _resident_choices(device, sizes):
         return blocks
     found = list(_backward_choices(device, sizes, ROW_SIZES[1:]))

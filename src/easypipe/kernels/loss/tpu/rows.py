@@ -162,6 +162,8 @@ def _unpacked(numbers: Array) -> LogitStats:
 
 
 def _stats(logits_ref: Ref, label_R1: Array, soft_cap: float | None) -> LogitStats:
+    """Returns the four sums of some rows, [R, 1] each, by an online log-sum-exp over columns."""
+
     def add(part, running):
         best_R1, total_R1, target_R1, sum_R1 = running
         z_RS, hit_RS = _tile(logits_ref, part, label_R1, soft_cap)
