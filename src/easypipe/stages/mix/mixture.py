@@ -74,11 +74,13 @@ class Mixture:
 
     @property
     def endless(self) -> bool:
-        """Whether it restarts, and a dataset has no most number of passes."""
+        """Whether it restarts, and a dataset may be passed through any number of times."""
         return self.restarts and None in self.spec.caps
 
     def for_load(self, load: LoadStageConfig) -> Mixture:
         """Returns a mixture that knows, under a schedule, how many rows a training step has.
+
+        Without a schedule it returns itself.
 
         Raises:
             ConfigError: mix.batch_size is another number.
@@ -114,7 +116,10 @@ class Mixture:
         return schedule
 
     def requested(self, rows: int) -> dict[str, float]:
-        """Returns the share of the first `rows` rows that each dataset should have."""
+        """Returns the share of the first `rows` rows that each dataset should have.
+
+        It is a share of the mixture's unit, documents or tokens.
+        """
         if (schedule := self.steps) is not None:
             return dict(zip(self.parts, map(float, schedule.mean_shares(rows)), strict=True))
         weights = self.spec.weights
@@ -262,7 +267,8 @@ class Mixture:
     def _recalled(self, plan: Plan) -> Sequence[WindowState]:
         """Returns the checkpoints that `remember` committed, from which the plan goes on.
 
-        None where they are missing or cannot be those of this plan: then they are found again.
+        It returns () where they are missing or cannot be those of this plan: then they are found
+        again.
         """
 
         def states(kept: Json) -> Sequence[WindowState]:

@@ -360,7 +360,7 @@ def _agree(
     """Whether both encoders give the same tokens of `pieces`.
 
     The first piece begins the text whose tokens are `ids`. If they differ, the caller compares the
-    whole text.
+    whole text, since only that decides.
     """
     parts = pa.array([piece for _, piece in pieces], pa.large_string())
     within = ends = None

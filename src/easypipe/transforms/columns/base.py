@@ -78,7 +78,12 @@ class Rows:
     rejects: tuple[Reject, ...] = ()
 
     def kept(self, keep: Bools, rejects: Iterable[Reject] = ()) -> Rows:
-        """Returns the rows where `keep` (Bool[rows]) is set, with further `rejects`."""
+        """Returns the rows where `keep` (Bool[rows]) is set.
+
+        Args:
+            keep: Which rows stay.
+            rejects: Further rejects, in any order.
+        """
         every = by_row((*self.rejects, *rejects))
         if keep.all():
             return Rows(self.batch, self.numbers, every)
@@ -504,7 +509,10 @@ def as_transform(value: Transform | Sequence[Transform]) -> ColumnTransform:
 
 
 def overlaid(before: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
-    """Returns the schema with columns of these types, which replace those of their name."""
+    """Returns the schema with columns of these types, which replace those of their name.
+
+    Columns of other names are put at the end.
+    """
     rest = dict(types)
     same = [pa.field(field.name, rest.pop(field.name, field.type)) for field in before]
     return pa.schema([*same, *(pa.field(name, kind) for name, kind in rest.items())])

@@ -310,7 +310,10 @@ class Tokenizer:
         return None if engine is None or pieces is None else (*engine.encode(column), pieces)
 
     def text_bytes(self) -> Int32 | None:
-        """Returns Int32[vocabulary]: how many bytes of text each token is; None if unknown."""
+        """Returns Int32[vocabulary]: how many bytes of text each token is, 0 if it is special.
+
+        None where tokens are not bytes of the text.
+        """
         return text_bytes(self._definition)
 
     @property
