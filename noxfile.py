@@ -276,7 +276,8 @@ def trl(session: nox.Session) -> None:
 @nox.session
 def peers(session: nox.Session) -> None:
     """The blocks of other libraries in the docs: what docs/problems.md says fails there fails, and
-    what docs/coming_from.md shows runs (MosaicML's in the session `shards`: its pins do not fit).
+    what docs/coming_from.md and docs/elsewhere.md show runs (MosaicML's in the session `shards`,
+    Levanter's in `levanter`: their pins do not fit).
     """
     session.install(".", "pytest>=8", *PEERS)
     session.run(
@@ -284,8 +285,28 @@ def peers(session: nox.Session) -> None:
         "--noconftest",
         "tests/test_docs.py",
         "-k",
-        "other_libraries and not MosaicML",
+        "other_libraries and not MosaicML and not Levanter",
         *session.posargs,
+        env=TEST_ENV | {"EASYPIPE_PEERS": "all"},
+    )
+
+
+@nox.session(python="3.12")
+def levanter(session: nox.Session) -> None:
+    """Levanter's section of docs/elsewhere.md. Its pin of safetensors excludes ours, so easypipe is
+    installed without what it depends on; its loss does not run with jax 0.10.
+    """
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    ours = [one for one in project["dependencies"] if not one.startswith("safetensors")]
+    theirs = ("levanter==1.2.dev1644", "haliax==1.4.dev453", "jax==0.7.2", "gitpython", "chex")
+    session.install(*theirs, *ours, "pytest>=8")
+    session.install("--no-deps", ".")
+    session.run(
+        "pytest",
+        "--noconftest",
+        "tests/test_docs.py",
+        "-k",
+        "other_libraries and Levanter and elsewhere",
         env=TEST_ENV | {"EASYPIPE_PEERS": "all"},
     )
 

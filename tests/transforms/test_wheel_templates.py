@@ -139,7 +139,7 @@ def page() -> Iterator[str]:
     names = stock()
     yield "# Masks of well-known templates\n"
     yield (
-        "This table shows for which chat templates [`easypipe masks`](conversations.md#masks-without-the-rest) can prove the "
+        "This table shows for which chat templates [`easypipe masks`](conversations.md#masks-for-other-trainers) can prove the "
         "tokens to train, without generation markers or a tokenizer. The templates are those in the wheels of trl 1.16.0 and "
         "axolotl 0.19.0. A cell says `yes`, or the form that messages must have, or why the mask is not proven. A row whose "
         "mask is not proven is refused; nothing is guessed. `nox -s masks` writes this page.\n"

@@ -249,7 +249,7 @@ def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
         lost = {key: count for key, count in entry.out.items() if count and key not in KEPT}
         if lost:
             yield (
-                f"{name}: of {sum(entry.into.values()):,} {entry.unit} "
+                f"{name}: {sum(entry.into.values()):,} {entry.unit}, of which "
                 f"{', '.join(f'{count:,} {key}' for key, count in lost.items())}"
             )
 
