@@ -150,7 +150,7 @@ def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
     def asked(model: Decoder, ids: jax.Array) -> jax.Array:
         if model.score is None:
             return model(ids)
-        return model.scores(model.hidden(ids)[:, -1:])[..., None]  # of whole rows: [B, 1, 1]
+        return model.scores(model.hidden(ids)[:, -1:])[..., None]  # scores of rows: [B, 1, 1]
 
     own = np.asarray(nnx.jit(asked)(ours, jnp.asarray(ids, jnp.int32)))
     # Rows are passed one by one: scores of several need a padding token.

@@ -630,7 +630,7 @@ class Batches(Iterator[Batch]):
             raise
         except StallError:
             if self._ending.detach() is not None:
-                self._reader.close(wait=False)  # whoever hangs is not waited for
+                self._reader.close(wait=False)  # a read that hangs is not waited for
             raise
         # Ctrl-C comes here as well: no further batch follows, and no thread stays behind.
         except BaseException:

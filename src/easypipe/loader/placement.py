@@ -193,7 +193,7 @@ class Placement:
             PlacementError: Slots do not divide over the mesh, or a column that is not [rows, slots]
                 meets a mesh of several processes.
         """
-        num_slots = next(iter(batch.values())).shape[-1]  # of the tokens, which come first
+        num_slots = next(iter(batch.values())).shape[-1]  # the tokens are the first column
         if num_slots % self._slot_ways:
             raise self._uneven_slots(num_slots)
         if self._part is not None and (stack := as_stack(batch)) is not None:

@@ -287,4 +287,4 @@ class ReadPool:
                 future.set_result(call(argument))
             except BaseException as error:  # noqa: BLE001 - it is raised again where the result is asked for
                 future.set_exception(error)
-            del task, future, argument  # what was read is its reader's alone
+            del task, future, argument  # the result must not live longer for this thread's sake

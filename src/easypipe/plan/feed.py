@@ -136,7 +136,7 @@ class CachedFeed:
             docs = min(docs, stage.rows)
         elif stage.rows is not None and spec.pack is not None:
             longest = spec.pack.seq_length * _UNIT if spec.pack.oversize == "truncate" else 1 << 62
-            mean = sum(  # of a document that is drawn, in 2^-32 tokens
+            mean = sum(  # the mean length of a drawn document, in 2^-32 tokens
                 int(part * min(longest, d.total_tokens * _UNIT // max(1, d.num_docs)))
                 for part, d in zip(parts, self.datasets, strict=True)
             )

@@ -158,7 +158,7 @@ def _forward_all(indices, size, bits, rounds, out):
             walking = 0
             for n in range(count):
                 word, place = words[n], places[n]
-                out[place] = np.int64(word)  # of one that has not landed, until it has
+                out[place] = np.int64(word)  # a word that has not landed is written again
                 words[walking], places[walking] = word, place
                 walking += word >= top
             count = walking

@@ -143,7 +143,7 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
             "multiply it by their number"
         )
     if "steps" in made.config.get("train", {}):
-        load["num_epochs"] = None  # it goes before the number of epochs
+        load["num_epochs"] = None  # the steps go before the number of epochs
     else:
         load.setdefault("num_epochs", 1 if tool == "axolotl" else 3)
     if given.get("save_strategy") in ("no", False):

@@ -466,7 +466,8 @@ class Cursor:
         self._held: deque[tuple[Place, Loaded]] = deque()
         self._start = place  # where the pass, or this cursor, began
         self._next = deal.first(stream, place)  # the chunk behind those that are held
-        self._ahead: deque[tuple[Place, Future[Loaded]]] = deque()  # that chunk and more
+        # `_next` and the chunks behind it that were asked for
+        self._ahead: deque[tuple[Place, Future[Loaded]]] = deque()
         self._pass_docs = self._empty_passes = 0
         self.waiting = 0  # documents that are held
         self._asked = 0  # the waiting documents that the window at hand looks at
@@ -587,7 +588,7 @@ class Cursor:
             self.waiting += loaded.num_docs - place.taken
             self._pass_empty()
         if loaded.ended and chunk.of_file:
-            self.close()  # what was asked for behind it lies behind the end of the file
+            self.close()  # chunks that were asked for ahead lie behind the end of the file
         self._next = self._deal.first(self._stream, self._behind(place, loaded.ended))
         self._read_ahead()
         return True

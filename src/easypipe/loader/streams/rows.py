@@ -258,7 +258,7 @@ class StreamReader(RowReader):
     # The members below implement write.Tokens, for rows that are numbered
     # stream * STREAM + row of the stream.
 
-    unchecked = False  # what was just read is in memory
+    unchecked = False  # the tokens were just read, so nothing is left to check
 
     def _keys(self, rows: Int64) -> Int64:
         streams, numbers = self._places(rows)

@@ -460,8 +460,8 @@ class Problem(NamedTuple):
     has_bias: bool
     split: bool  # the gradient of hidden is two halves of a float32; else it is float32
     blocks: Blocks
-    dtype: jnp.dtype  # of the products
-    head_dtype: jnp.dtype  # of the head's gradient
+    dtype: jnp.dtype  # the dtype of the products
+    head_dtype: jnp.dtype  # the dtype of the head's gradient
     vmem: int  # bytes
     interpret: Interpret
 
@@ -488,7 +488,7 @@ class At(NamedTuple):
 
     column_block: Array
     tile: Array
-    first_width: Array | int = 0  # of the part of the width that the state holds
+    first_width: Array | int = 0  # where the part of the width begins that the state holds
     adds_nothing: Array | bool = False  # to the head's gradient: nothing is in it yet
     bias_adds_nothing: Array | bool = False
     begins: Array | bool = True  # the tile: later steps do the rest of its width

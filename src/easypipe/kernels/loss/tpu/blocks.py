@@ -206,7 +206,7 @@ def backward_vmem(blocks: Blocks, sizes: Sizes) -> int:
     logits = 6 * rows * COLUMN_STEP * 4
     products = 2 * max(rows, columns) * WIDTH_STEP * 4 + 4 * rows * WIDTH_STEP * 4
     exact = 3 * (rows + columns) * WIDTH_STEP * 4 + rows * width * 10 if sizes.item == 4 else 0
-    operand = rows * width  # of the hidden states, while the logits' product runs
+    operand = rows * width  # a copy of hidden states, while the logits' product runs
     if not blocks.own_tokens:
         return head + hidden + dz + per_token + logits + products + exact + operand
     stays = (
