@@ -102,8 +102,9 @@ def host_load(data: PipelineConfig) -> LoadStageConfig:
 
 
 def spans_of(folder: str | Path) -> tuple[Span, ...]:
-    """Returns the spans of the run in `folder`, in order; () where it records no data that a plan
-    knows.
+    """Returns the spans of the run in `folder`, in order.
+
+    They are () where it records no data that a plan knows.
 
     Raises:
         StateError: The folder holds foreign files.

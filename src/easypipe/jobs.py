@@ -295,9 +295,7 @@ def prepare_data(
 
 @contextlib.contextmanager
 def _naming_files(config: PipelineConfig) -> Generator[None]:
-    """Adds what a dataset reads, as a note, to a SourceError that names the dataset but no file of
-    it.
-    """
+    """Notes what a dataset reads on a SourceError that names the dataset but no file of it."""
     try:
         yield
     except SourceError as error:
@@ -309,8 +307,7 @@ def _naming_files(config: PipelineConfig) -> Generator[None]:
 
 @contextlib.contextmanager
 def placed(at: str) -> Generator[None]:
-    """Makes errors name the keys of a PipelineConfig as the file does in which it stands under
-    `at`.
+    """Makes errors name keys as the file does in which the PipelineConfig stands under `at`.
 
     An error then says `data.mix.weights` and not `mix.weights`. An empty `at` means that the config
     is the whole file.

@@ -100,9 +100,7 @@ class RunConfig:
     written_out = staticmethod(with_hold_outs)
 
     def check(self) -> None:
-        """Gives the data what `train` says of batches and passes, and `train` the data's
-        micro-batches.
-        """
+        """Gives the data what `train` says of batches and passes, and `train` its micro-batches."""
         load = self.data.load or LoadStageConfig()
         if (training := accumulating(self.train, load.accumulation_steps)) is not self.train:
             object.__setattr__(self, "train", training)
@@ -116,8 +114,9 @@ class RunConfig:
 
 @placed("data")
 def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> Prepared:
-    """Tokenizes and plans all data of the run, held-out data too, and saves where the config says
-    so.
+    """Tokenizes, plans and, where the config says so, saves all data of the run.
+
+    Held-out data is prepared too.
 
     Raises:
         EasypipeError: What preparing raises, and, before a row is read, what `train` would raise
@@ -336,8 +335,7 @@ def inputs_of(
 
 
 def plan_on(run: RunConfig, topology: str | Topology) -> StepPlan:
-    """Returns what the training step of `run` would need of devices, also of those that are not
-    here.
+    """Returns what the training step of `run` would need of devices, also of absent ones.
 
     The step is compiled for the devices, such as "v5p:4x4x4", and never run. It reads no data: of
     the tokenizer only its vocabulary, where model.vocab_size is left out. Rows are as long as

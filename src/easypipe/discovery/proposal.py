@@ -153,7 +153,7 @@ class Proposal:
         return DatasetConfig(**self.fields)
 
     def yaml(self) -> str:
-        """Returns the dataset under `datasets:`, to be pasted into a config, with the reasons as
+        """Returns the dataset under `datasets:`, to be pasted into a config, with reasons as
         comments.
 
         Rows in memory stand in no file, so their data_files are left for Python, and

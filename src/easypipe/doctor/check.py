@@ -13,8 +13,9 @@ from easypipe.core.pages import Section, page_of
 
 
 class Failed(Exception):
-    """Reports that what a check looks for does not hold; the message is the smallest example of
-    it.
+    """Reports that what a check looks for does not hold.
+
+    The message is the smallest example of it.
     """
 
 

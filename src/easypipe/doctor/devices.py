@@ -31,9 +31,7 @@ def device_checks(run: RunConfig, sample: Sample) -> Sequence[Check]:
 
 
 def batches_lie_on_their_devices(run: RunConfig, sample: Sample) -> str:
-    """Checks that every device of the run's mesh holds its rows and slots of a batch, and no
-    others.
-    """
+    """Checks that every device of the run's mesh holds its rows and slots of a batch, no others."""
     mesh = make_mesh(run.train.mesh, at="train.mesh")
     placed = next(iter(sample.loader(dataclasses.replace(sample.load, mesh=mesh))))
     for name, host in sample.batches[0].items():

@@ -44,8 +44,9 @@ DIE = (
 
 
 def machine_checks(folder: Path) -> Sequence[Check]:
-    """Returns the checks of this machine; `folder` is empty, on the file system that is looked
-    at.
+    """Returns the checks of this machine.
+
+    `folder` is an empty one, on the file system that is looked at.
     """
     parts: dict[str, Callable[[], str]] = {
         "installation": installation,

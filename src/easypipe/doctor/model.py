@@ -109,9 +109,7 @@ class _OneBatch:
 
 
 def _small(run: RunConfig, sample: Sample) -> Decoder:
-    """Returns a model with the options of the run's, fewer layers and a narrower inside, in
-    float32.
-    """
+    """Returns a float32 model with the options of the run's, fewer layers and a narrower inside."""
     usual = run.model if isinstance(run.model, ModelConfig) else ModelConfig()
     vocabulary = usual.vocab_size or 1 + max(int(one[INPUT_IDS].max()) for one in sample.batches)
     config = dataclasses.replace(

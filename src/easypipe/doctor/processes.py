@@ -32,10 +32,9 @@ def process_checks(sample: Sample) -> Sequence[Check]:
 
 
 def several_processes(sample: Sample) -> str:
-    """Checks that several processes, preparing into one folder at once, make the rows of one
-    process.
+    """Checks that several processes, preparing at once, make the rows of one process.
 
-    Each makes the batches of its own rows.
+    They prepare into one folder; each makes the batches of its own rows.
     """
     place = sample.elsewhere("together")
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:

@@ -186,9 +186,7 @@ def _texts(tokenizer: Tokenizer, named: NamedTokenizer) -> Iterator[str]:
 
 
 def _conversations(tokenizer: Tokenizer, given: str | None, named: NamedTokenizer) -> Iterator[str]:
-    """Yields differences of the tokens of conversations, and of whether there is a chat
-    template.
-    """
+    """Yields differences of the tokens of conversations, and of the chat template."""
     template = template_of(tokenizer, given)
     if template is None:
         if named.chat_template is not None:
@@ -209,9 +207,7 @@ def _conversations(tokenizer: Tokenizer, given: str | None, named: NamedTokenize
 
 
 def template_of(tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:
-    """Returns the template that a run trained, else the tokenizer's own; None where there is
-    none.
-    """
+    """Returns the template that a run trained, else the tokenizer's own; None without one."""
     today = datetime.date.today().isoformat()
     try:
         return load_chat_template(tokenizer, chat_template=given, train_on="assistant", date=today)

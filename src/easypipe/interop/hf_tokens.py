@@ -44,8 +44,7 @@ def needed(
 def applied(
     named: NamedTokenizer, messages: Sequence[Json], **options: JsonValue
 ) -> Mapping[str, list[int]] | None:
-    """Returns `input_ids` of a conversation as transformers writes it, and what else `options` ask
-    for.
+    """Returns `input_ids` of a conversation as transformers writes it, and what `options` ask for.
 
     It is None where transformers refuses the conversation.
     """

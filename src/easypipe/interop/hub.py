@@ -54,8 +54,7 @@ def push(
     revision: str | None = None,
     progress: ProgressListener = silent,
 ) -> Pushed:
-    """Makes a branch of the dataset repository hold `publication`; makes both where they are
-    missing.
+    """Makes a branch of the dataset repository hold `publication`; creates what is missing.
 
     Files of other names stay, except shards of an earlier publication. `revision` is the branch;
     None takes main. `token` None takes HF_TOKEN, else that of the last login.
@@ -107,9 +106,7 @@ def push(
 
 
 def _content(file: PublishedFile, publication: Publication) -> bytes | str | io.BufferedReader:
-    """Returns what the client uploads: bytes, the path of a file here, or an open file
-    elsewhere.
-    """
+    """Returns what the client uploads: bytes, a path on this machine, or an open file elsewhere."""
     if file.content is not None:
         return file.content
     if not storage.is_remote(file.path):

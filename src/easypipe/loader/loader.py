@@ -405,9 +405,7 @@ class Loader:
         return Loader(rows, config, seed=self._seed if seed is None else seed, **self._options)
 
     def _ended(self) -> None:
-        """Hears that the newest iteration has met the end of the data; a subclass may begin a
-        pass.
-        """
+        """Hears that the newest iteration has met the end; a subclass may go to the next pass."""
 
     def _check_step(self, step: int, steps: Steps) -> None:
         if step < 0:
@@ -482,10 +480,8 @@ class Loader:
         return {size: place(size) for size in self._steps.sizes}
 
     def _rows_here(self, size: int) -> Int64 | None:
-        """Returns the rows of a batch of `size` that this process makes, in the order in which it
-        lays them.
-
-        None means all, as they stand.
+        """Returns the rows of a batch of `size` that this process makes, in their order; None for
+        all.
         """
         placement, pieces = self._placements.get(size), self.accumulation_steps
         if pieces == 1 and (placement is None or placement.whole):

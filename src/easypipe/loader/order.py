@@ -75,8 +75,9 @@ class ReadingOrder:
         return row
 
     def rows(self, reader: RowReader, start: int, stop: int) -> Int64:
-        """Returns the rows that stand at positions `start` to `stop`, at least one, none behind the
-        end.
+        """Returns the rows that stand at positions `start` to `stop`, none behind the end.
+
+        There must be at least one.
         """
         if not self._window:
             return reader.arrange(self._shuffled(reader, start, stop))

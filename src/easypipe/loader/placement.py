@@ -110,8 +110,7 @@ def gather_bytes(own: bytes) -> list[bytes]:
 
 
 class Placement:
-    """The place of batches of `batch_size` rows on a mesh, and the rows that this process has to
-    read.
+    """The place of batches on a mesh, and the rows of them that this process has to read.
 
     Args:
         mesh: As for `make_mesh`.

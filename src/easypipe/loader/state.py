@@ -117,10 +117,10 @@ class LoaderState:
             return pydantic.TypeAdapter(cls).validate_python(values)
 
     def changed(self, components: Mapping[str, str], config: Json) -> tuple[list[str], str]:
-        """Returns the components that differ now from when this state was saved, and what changed
-        in them.
+        """Returns the components that changed since this state was saved, and a sentence about
+        them.
 
-        The second value is a sentence for a message; the result is ([], "") where nothing changed.
+        The result is ([], "") where nothing changed.
         """
         names = [name for name in COMPONENTS if self.components.get(name) != components[name]]
         details = [

@@ -71,8 +71,7 @@ class Feed(Protocol[At]):
         ...
 
     def remaining(self, state: WindowState[At], enough: Int64) -> Int64:
-        """Returns the documents that each dataset still gives in this epoch, behind one that is
-        cut.
+        """Returns the documents that each dataset still gives in this epoch, behind a cut one.
 
         Where they are not counted it returns at most `enough`, and counts the one that is cut too.
         """
@@ -96,9 +95,7 @@ class Feed(Protocol[At]):
     def advance(
         self, state: WindowState[At], draws: mix.Draws, cut: tuple[int, int] | None
     ) -> tuple[At, ...]:
-        """Returns where the datasets stand behind these draws; `cut` is that of the state behind
-        them.
-        """
+        """Returns where the datasets stand behind these draws; `cut` is that of the state there."""
         ...
 
     def begin(self, epoch: int) -> tuple[At, ...]:
@@ -111,8 +108,9 @@ class Feed(Protocol[At]):
 
 
 class CachedFeed:
-    """The documents of token caches, which are counted: arithmetic alone, on any thread. Implements
-    Feed.
+    """The documents of token caches, which are counted. Implements Feed.
+
+    It is arithmetic alone, on any thread.
     """
 
     counted, draws_next = True, False
@@ -127,9 +125,7 @@ class CachedFeed:
         self._row_key = fold(spec.seed, "rows")
 
     def rule(self, state: WindowState[int]) -> WindowRule:
-        """Returns the rule; under a schedule a window ends before its shares change, by mean
-        lengths.
-        """
+        """Returns the rule; a window ends before its shares change, as far as mean lengths tell."""
         spec, stage = self.spec, self.spec.stage(state.first_row)
         docs, parts = spec.window_docs, self._parts(state, stage)
         if stage.rows is not None and spec.pack is None:
@@ -199,9 +195,7 @@ class CachedFeed:
         return f"dataset {self.datasets[dataset].name!r}, document {doc}"
 
     def some_document_fits(self, pack: PackSpec) -> bool:
-        """Returns whether any document of any dataset gets a piece; looks at lengths until one
-        does.
-        """
+        """Returns whether any document gets a piece; looks at lengths until one does."""
         return any(
             placed_tokens(_lengths(dataset, docs), pack).any()
             for dataset in self.datasets

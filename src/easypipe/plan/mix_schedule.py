@@ -91,9 +91,7 @@ class Schedule:
         return tuple(sum(column, Fraction(0)) / looks for column in zip(*shares, strict=True))
 
     def rows_left(self, row: int) -> int | None:
-        """Returns the rows from `row` to the end of its stage; None where the weights stay from
-        here on.
-        """
+        """Returns the rows from `row` to the end of its stage; None where there is no end."""
         step = self.step_of(row)
         place = bisect_right(self.points, step, key=lambda point: point[0])
         if place == len(self.points):
@@ -161,10 +159,10 @@ def half_wave(way: Fraction) -> Fraction:
 
 
 def apportion(shares: Sequence[Fraction], total: int) -> tuple[int, ...]:
-    """Returns integers in the ratio of `shares` that sum to `total`, each within 1 of its exact
-    part.
+    """Returns integers in the ratio of `shares` that sum to `total`.
 
-    The largest remainders are rounded up first, then the lowest numbers.
+    Each is within 1 of its exact part. The largest remainders are rounded up first, then the lowest
+    numbers.
     """
     unit = math.lcm(*(share.denominator for share in shares))
     parts = [share.numerator * (unit // share.denominator) for share in shares]

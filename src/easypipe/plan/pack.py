@@ -159,9 +159,7 @@ def cut_stream(
 
 
 def _arrange(loose: Int32, num_rows: int, spec: PackSpec, key: int) -> Layout:
-    """Returns the layout of pieces whose rows stand in any order; permutes rows where `spec` says
-    so.
-    """
+    """Returns the layout of pieces in any order of rows; permutes rows where `spec` says so."""
     order = np.arange(num_rows, dtype=np.int64)
     if spec.shuffle_rows and num_rows > 1:
         order = permute(order, num_rows, key)

@@ -75,8 +75,9 @@ class DrawStats:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetStats(DrawStats):
-    """One dataset's part of a plan: passes · num_docs = draws + unreached, of the passes that were
-    begun.
+    """One dataset's part of a plan: passes · num_docs = draws + unreached.
+
+    The passes are those that were begun.
     """
 
     num_docs: int

@@ -142,9 +142,7 @@ class PlanSpec:
         return Stage(shares, *(self.schedule.stage_end(row) or ()))
 
     def last_epoch(self, num_docs: Sequence[int]) -> int | None:
-        """Returns the number of epochs of the whole run, which `caps` may end early; None where the
-        run never ends.
-        """
+        """Returns the epochs of the whole run, which `caps` may end early; None without an end."""
         passes = [cap for cap, count in zip(self.caps, num_docs, strict=True) if count]
         ends = None if None in passes else max((cap for cap in passes if cap), default=0)
         if not self.has_epochs:
@@ -228,8 +226,7 @@ LATER_CHOICES = {
 
 
 def ends_choice(spec: PlanSpec) -> dict[str, str]:
-    """Returns entries for the fingerprint of plans whose windows end elsewhere than in earlier
-    versions.
+    """Returns fingerprint entries of plans whose windows end elsewhere than in earlier versions.
 
     These are packed plans whose weights change: their windows end at an estimate of the row, where
     earlier versions searched for it. They are also plans in which a dataset leaves for good: their

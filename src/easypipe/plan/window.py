@@ -131,8 +131,7 @@ class Planner(Generic[At]):
     def _concat(
         self, state: WindowState[At], mixing: _Mixing[At], rule: WindowRule, pack: PackSpec
     ) -> Window[At]:
-        """Returns a window of strategy "concat": as many full rows as the documents of a window
-        give.
+        """Returns a window of strategy "concat", of the full rows that its documents give.
 
         More documents are taken where they fill no row; at the end of an epoch the window has all
         there is. A token behind the last row has to be known, as the last label of that row, unless
@@ -201,9 +200,7 @@ class Planner(Generic[At]):
         )
 
     def after_draws(self, state: WindowState[At]) -> WindowState[At]:
-        """Returns the state behind the next window of a plan without packing: its rows are its
-        draws.
-        """
+        """Returns the state behind the next window without packing, whose rows are its draws."""
         rule = self.feed.rule(state)
         mixing = _Mixing(self, state, rule)
         draws = mixing.until_one_leaves(mixing.draw(rule.docs, rule.tokens))
@@ -252,9 +249,7 @@ class _Mixing(Generic[At]):
         self._docs, self._lengths = np.empty(0, np.int64), np.empty(0, np.int32)
 
     def draw(self, limit: int, enough: int | None = None) -> mix.Draws:
-        """Makes the next draws: at most `limit`, or those of the first blocks with `enough` tokens
-        in all.
-        """
+        """Makes at most `limit` draws, or those of the first blocks with `enough` tokens in all."""
         deficits = np.array(self._state.deficits, dtype=np.int64)
         active = np.array(self._state.active, dtype=np.bool_)
         drawn, made, ended = self._cut, [np.empty(0, np.int32)], False
@@ -390,8 +385,8 @@ class _Mixing(Generic[At]):
         return Known(sizes, ends - known, known)
 
     def _look(self, counts: Int64) -> None:
-        """Looks up those of the first `counts[i]` documents of every dataset i that are not known
-        yet.
+        """Looks up those of the first `counts[i]` documents of each dataset i that are not
+        known.
         """
         known, more = self._known, np.maximum(counts - self._known, 0)
         if not more.any():
@@ -437,9 +432,7 @@ class _Fewer(Exception):
 
 
 def token_sizes(lengths: Int32, pack: PackSpec | None) -> Int64:
-    """Returns the tokens of documents that get a place in a row, at least 1 each, so that all
-    count.
-    """
+    """Returns the tokens of documents that get a place in a row, at least 1 each, so all count."""
     return np.maximum(placed_tokens(lengths, pack), 1)
 
 

@@ -259,8 +259,7 @@ class Plan:
         return state
 
     def resume(self, state: WindowState) -> None:
-        """Lets the scan start from `state`, so that rows of its window are planned without those
-        before.
+        """Lets the scan start from `state`: its rows are planned without those before.
 
         A state of another plan over the same datasets cannot be told from one of this plan: compare
         fingerprints.

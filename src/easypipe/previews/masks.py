@@ -360,9 +360,7 @@ def _chosen(
 
 
 def _words(sample: Mapping[str, Json]) -> Iterator[str]:
-    """Yields the words that a template has to print of a sample: all that the assistant says, and
-    calls.
-    """
+    """Yields what a template has to print of a sample: the words and calls of the assistant."""
     for message in sample["messages"]:
         if message["role"] != "assistant":
             continue

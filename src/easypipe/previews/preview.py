@@ -83,9 +83,7 @@ class Preview:
         return dataclasses.asdict(self)
 
     def to_html(self, title: str = "easypipe preview") -> str:
-        """Returns one page that needs nothing else, and in which samples are text whatever they
-        hold.
-        """
+        """Returns one page that needs nothing else; samples are text in it whatever they hold."""
         return page(title, self.samples, self.notes)
 
     def __str__(self) -> str:

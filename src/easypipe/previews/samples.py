@@ -119,9 +119,7 @@ def _read(config: PipelineConfig | Settings | str | Path) -> PipelineConfig:
 
 
 def looked_at(config: PipelineConfig, folder: str | Path) -> PipelineConfig:
-    """Returns a config of the same data that is made on this machine and writes into `folder`
-    alone.
-    """
+    """Returns a config of the same data that writes into `folder` alone, on this machine."""
     datasets = tuple(
         dataclasses.replace(dataset, cache_path=None, cache_enabled=True)
         for dataset in config.datasets
@@ -255,9 +253,7 @@ def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
 
 
 def _verdicts(name: str, source: TokenizedShardedSource) -> Iterator[str]:
-    """Yields how many answers were looked at and how many are desirable, where they carry
-    verdicts.
-    """
+    """Yields how many answers were looked at and how many are desirable, if they are judged."""
     if DESIRABLE.name in source.info.aligned:
         cache = source.materialize()
         answers = good = 0

@@ -224,8 +224,9 @@ def mixer(key: Key) -> None:
 
 
 def listed(key: Key) -> None:
-    """Makes datasets of LLaMA-Factory's names, which stand in a dataset_info.json that is not
-    read.
+    """Makes datasets of LLaMA-Factory's names.
+
+    They stand in a dataset_info.json, which is not read.
     """
     names = key.value.split(",") if isinstance(key.value, str) else key.value
     folder = str(key.given.get("dataset_dir", "data"))

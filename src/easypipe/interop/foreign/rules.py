@@ -52,9 +52,7 @@ class ForeignConfig:
     dataset: JsonObject = field(default_factory=dict)
 
     def part(self, path: str, *, make: bool = False) -> JsonObject:
-        """Returns what stands at a key path so far; with `make`, a new section if there is none
-        yet.
-        """
+        """Returns what stands at a key path so far; with `make`, a new section if there is none."""
         inner = self.config
         for name in path.split("."):
             inner = inner.setdefault(name, {}) if make else inner.get(name, {})
@@ -140,7 +138,7 @@ def leave(reason: str) -> Rule:
 
 
 def off(reason: str) -> Rule:
-    """Returns a rule that leaves the key where it is switched on, and does nothing where it is
+    """Returns a rule that leaves the key where it is switched on; nothing is to do where it is
     off.
     """
     nothing = (False, 0, "no", "none", "None", [], {})
@@ -148,15 +146,16 @@ def off(reason: str) -> Rule:
 
 
 def to_if_on(path: str) -> Rule:
-    """Returns a rule that takes a number where it is switched on, and does nothing where it is
+    """Returns a rule that takes a number where it is switched on; nothing is to do where it is
     off.
     """
     return lambda key: key.put(path) if key.value else key.off()
 
 
 def always(text: str) -> Rule:
-    """Returns a rule for what easypipe does anyway; the key is left where the other tool does
-    not.
+    """Returns a rule for what easypipe does anyway.
+
+    The key is left where the other tool does not do it.
     """
     return lambda key: (
         key.carry(text) if key.value else key.leave(f"is off there, and here: {text}")

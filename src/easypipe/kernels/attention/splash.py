@@ -71,9 +71,7 @@ _SIZES = (
 def kernel_specs(
     kernel: splash.SplashAttentionKernel, sequence: str | None
 ) -> splash.SplashAttentionKernel:
-    """Returns where the kernel's block lists lie: over the devices among which queries are
-    divided.
-    """
+    """Returns where the kernel's block lists lie: over the devices that share the queries."""
     if sequence is None:
         return jax.tree.map(lambda _: P(), kernel)
     mesh = jax.sharding.get_abstract_mesh()

@@ -52,8 +52,12 @@ class Options(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The slots of a block: of queries and keys in the forward pass, of both in the backward
-    pass.
+    """The slots of a block.
+
+    Attributes:
+        queries: Of queries, in the forward pass.
+        keys: Of keys, in the forward pass.
+        backward: Of queries and of keys, in the backward pass.
     """
 
     queries: int = 128

@@ -103,9 +103,7 @@ class Plan:
 
 
 def _dividing(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes over which something is divided: an axis of one device needs no
-    collective.
-    """
+    """Returns the axes that divide something: an axis of one device needs no collective."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
@@ -192,9 +190,7 @@ def platform_name(platform: str) -> str:
 
 
 def misplaced(implementation: str | None, platforms: Collection[str]) -> str | None:
-    """Returns why an implementation cannot run on devices of `platforms`; None where it can on
-    one.
-    """
+    """Returns why an implementation cannot run on any device of `platforms`; None where it can."""
     wanted = next(
         (platform for platform, name in FAVOURITES.items() if name == implementation), None
     )
@@ -221,8 +217,9 @@ def chunk_tokens(plan: Plan, platform: str, hidden: Array, lm_head: Array) -> in
 
 
 def fast_fits(vocab_on_device: int, itemsize: int) -> bool:
-    """Returns whether *fast* is the default for a scalar loss: whether a useful chunk fits
-    LOGITS_BYTES.
+    """Returns whether *fast* is the default for a scalar loss.
+
+    It is where a chunk that is large enough to be useful fits LOGITS_BYTES.
     """
     return vocab_on_device * itemsize * FEWEST_TOKENS <= LOGITS_BYTES
 

@@ -250,8 +250,8 @@ class _Tiles:
         )
 
     def logits(self, i: Array, j: Array) -> tuple[Array, Array, Array, Array]:
-        """Returns z[C, B], where it is a label's, and which rows and columns are fresh ([C, 1] and
-        [B]).
+        """Returns z[C, B], where it is a label's, and which rows [C, 1] and columns [B] are
+        fresh.
         """
         x_CB = jnp.einsum(
             f"cd,{self.layout}->cv",
@@ -440,9 +440,7 @@ def _joined(arrays: list[Array], axis: int) -> Array:
 
 
 def _chunk_logits(hidden_CD: Array, lm_head: Array, bias: Array | None, layout: Layout) -> Array:
-    """Returns x in the dtype of the inputs, rounded once: half the memory and traffic of
-    float32.
-    """
+    """Returns x in the dtype of the inputs, rounded once: half the memory of float32 logits."""
     dtype = jnp.result_type(hidden_CD, lm_head)
     if bias is None:
         return jnp.einsum(f"cd,{layout}->cv", hidden_CD, lm_head, preferred_element_type=dtype)

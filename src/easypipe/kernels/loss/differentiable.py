@@ -58,10 +58,9 @@ logit_stats.defvjp(_stats_forward, _stats_backward)
 def weighted_sum(
     inputs: Inputs, weights: Array, objective: Objective, plan: Plan
 ) -> tuple[Array, LogitStats]:
-    """Returns `sum_t weights[t] * loss[t]`, differentiable in inputs and weights (*fast*); and the
-    stats.
+    """Returns `sum_t weights[t] * loss[t]`, and the stats, which pass no gradient on.
 
-    The stats pass no gradient on.
+    The sum is differentiable in all of inputs and weights (*fast*).
     """
     stats = sharded.stats(inputs, plan)
     return (weights * token_losses(stats, objective)).sum(), stats

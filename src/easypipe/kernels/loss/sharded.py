@@ -72,9 +72,7 @@ def stats(inputs: Inputs, plan: Plan) -> LogitStats:
 
 
 def entropy(inputs: Inputs, plan: Plan) -> Array:
-    """Returns -sum_v p log p over the whole vocabulary, in the shape of the labels; by XLA
-    alone.
-    """
+    """Returns -sum_v p log p over the whole vocabulary, in the shape of the labels, by XLA."""
 
     def on_device(inputs: Inputs) -> Array:
         local = chunked.spread(_flat(inputs, plan), **_options(plan, "chunked"))
@@ -223,9 +221,7 @@ def _of_stats(tokens: P) -> LogitStats:
 
 
 def _flat(inputs: Inputs, plan: Plan) -> Inputs:
-    """Returns hidden states [T, D] (or logits [T, V]), and labels [T] as column ids of this
-    shard.
-    """
+    """Returns hidden states [T, D] (or logits [T, V]), and labels [T] as columns of this shard."""
     hidden, head, first = inputs.hidden, inputs.lm_head, 0
     if plan.vocab_axes():
         columns = hidden.shape[-1] if head is None else vocab_size(head, plan.layout)
@@ -239,9 +235,7 @@ def _shaped(stats: LogitStats, labels: Array) -> LogitStats:
 
 
 def _scattered(inputs: Inputs, plan: Plan) -> tuple[str, ...]:
-    """Returns the axes over which the head's gradient is scattered while it is summed over the
-    tokens.
-    """
+    """Returns the axes over which the head's gradient is scattered while it is summed."""
     if plan.sharding is None:
         return ()
     summed = plan.summed_axes(inputs.labels.ndim)

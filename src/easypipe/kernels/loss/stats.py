@@ -188,9 +188,7 @@ class Kernel(Protocol):
         *,
         soft_cap: float | None,
     ) -> Float[Array, "C V"]:
-        """Returns dx, in the dtype of the logits and, where the compiler allows it, in their
-        buffer.
-        """
+        """Returns dx in the dtype of the logits and, where the compiler allows it, their buffer."""
         ...
 
     def row_step(
@@ -226,9 +224,7 @@ class Spread(NamedTuple):
 
     @property
     def entropy(self) -> Array:
-        """The entropy, -sum_v p log p in nats, Float[T]: nothing in it is larger than the
-        result.
-        """
+        """The entropy in nats, Float[T]: nothing in the sum is larger than the result."""
         return jnp.log(self.terms) - self.below / self.terms
 
     def about(self, best: Array) -> Spread:
@@ -282,9 +278,7 @@ def token_losses(stats: LogitStats, objective: Objective) -> Array:
 
 
 def loss_cotangents(lse: Array, weights: Array, objective: Objective) -> Cotangents:
-    """Returns the cotangents of `sum_t weights[t] * token_losses[t]`; exactly 0 where the weight
-    is.
-    """
+    """Returns the cotangents of `sum_t weights[t] * token_losses[t]`; 0 where the weight is."""
     eps = objective.label_smoothing
     return Cotangents(
         weights * (1.0 + 2.0 * objective.z_loss * lse),

@@ -119,9 +119,7 @@ def _tried(
 
 
 def _problem(found: Values, wanted: Values, dtype: str) -> str | None:
-    """Returns which value differs from the reference by more than rounding; None where all
-    agree.
-    """
+    """Returns which value differs from the reference by more than rounding, or None."""
     for what, ours, exact in zip(("loss", "d_hidden", "d_lm_head"), found, wanted, strict=True):
         ours, exact = ours.astype(jnp.float32), exact.astype(jnp.float32)
         error = float(jnp.linalg.norm(ours - exact) / jnp.linalg.norm(exact))

@@ -106,8 +106,9 @@ def blocks_for(
     *,
     default: Callable[[], Mapping[str, int]],
 ) -> dict[str, int]:
-    """Returns the block sizes of `default()`, replaced by those of the entry whose bucket holds the
-    shape.
+    """Returns the block sizes of `default()`, replaced by those of the entry for the shape.
+
+    It is the entry whose bucket holds the shape.
 
     Raises:
         ConfigError: The entry has a size that `default()` does not know.
@@ -151,7 +152,7 @@ def read_table(path: Path) -> list[Entry]:
 
 
 def extend_table(path: Path, entries: Iterable[Entry]) -> list[Entry]:
-    """Writes `entries` into the table at `path`, over those with the same key, and returns all of
+    """Writes `entries` into the table at `path`, over those with the same key; returns all of
     it.
     """
     known = {entry.key: entry for entry in (read_table(path) if path.exists() else ())}
@@ -209,7 +210,5 @@ def _user_entries() -> dict[Key, Entry]:
 
 @functools.lru_cache(maxsize=4)
 def _read_user(path: Path, changed: int) -> dict[Key, Entry]:
-    """Reads the user's table; `changed` is the file's time, so that a changed table is read
-    anew.
-    """
+    """Reads the user's table anew where `changed`, the file's time, is another."""
     return {entry.key: entry for entry in read_table(path)}

@@ -64,9 +64,7 @@ def tables(buffers: Sequence[Buffers]) -> Tables:
 
 
 def eos_ids(eos: int | Sequence[int] | None, datasets: int) -> Int64:
-    """Returns the id that ends documents of each dataset, -1 where none is added:
-    Int64[datasets].
-    """
+    """Returns the id that ends documents of each dataset, -1 for none: Int64[datasets]."""
     return np.full(datasets, -1 if eos is None else eos, np.int64)
 
 
@@ -260,8 +258,7 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
 
 @jit
 def _last_labels(view, rows, tables, rule, out, todo, unchecked):
-    """Writes `out`, Int32[R], the label of the last slot of those rows that stand in the window or
-    are -1.
+    """Writes `out`, Int32[R], the label of the last slot of rows in the window, and of rows of -1.
 
     It is the one token behind the row, so that a document that goes on in the next row loses no
     target where it is cut; where a run is one segment, the token behind a document is the first of
@@ -331,9 +328,7 @@ def token_behind(view, row, joined, num_slots):
 
 @jit
 def join_segments(segments, positions):
-    """Makes one segment of each row of Int32[R, T] `segments` and counts its `positions`
-    through.
-    """
+    """Makes one segment of each row of Int32[R, T] `segments`; counts `positions` through."""
     for r in range(segments.shape[0]):
         for t in range(segments.shape[1]):
             if segments[r, t] > 0:
@@ -366,9 +361,7 @@ def open_pairs(segments, positions, mask):
 
 @jit
 def goes_on_masked(mask_address, first, start):
-    """Returns whether the piece from token `start` of a document is held; `first` is its first
-    token.
-    """
+    """Returns whether the piece from token `start` of the document at `first` is held."""
     return start > 0 and mask_address != 0 and uint8_at(mask_address)[first] == 0
 
 

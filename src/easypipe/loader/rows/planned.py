@@ -203,7 +203,7 @@ class PlannedRows(NumberedRows):
         return self._values
 
     def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
-        """Pins the documents of the rows, and the one behind each, whose first token may be a
+        """Pins the documents of the rows, and those behind them, whose first token may be a
         label.
         """
         if not self._paged:

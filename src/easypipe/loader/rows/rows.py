@@ -21,8 +21,9 @@ class Mark(Protocol):
     """What lies behind so many rows of an iteration, where only its reader can tell."""
 
     def hint(self) -> Any:
-        """Returns what `Rows.hint` returns. Collective where several processes read their own
-        streams.
+        """Returns what `Rows.hint` returns.
+
+        It is collective where several processes read their own streams.
         """
         ...
 
@@ -100,9 +101,7 @@ class RowReader(Protocol):
         return None
 
     def finish(self, row: int, left_out: int) -> Mark | None:
-        """Returns the mark at the end of the data, where `left_out` rows more do not fill a
-        batch.
-        """
+        """Returns the mark at the end of the data; `left_out` rows more do not fill a batch."""
         return None
 
     def check_some_batch(self) -> None:
@@ -160,9 +159,7 @@ class Rows(Protocol):
 
     @property
     def settings(self) -> Json:
-        """The further settings that decide which rows stand in a batch, for the states of
-        loaders.
-        """
+        """Further settings that decide which rows stand in a batch, for the states of loaders."""
         return {}
 
     def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
@@ -174,8 +171,7 @@ class Rows(Protocol):
         ...
 
     def hint(self, row: int) -> Any:
-        """Returns JSON that lets a later process find `row` without looking at what stands before
-        it.
+        """Returns JSON that lets a later process find `row` without what stands before it.
 
         None means that none is needed.
         """

@@ -375,9 +375,7 @@ class StoredRows(RepeatedRows):
         )
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
-        """Returns the shard, start and stop of the block that a row lies in, and the row within
-        it.
-        """
+        """Returns the shard, start and stop of a row's block, and the row within the block."""
         block = int(np.searchsorted(self._index.first_row, number, side="right")) - 1
         return *self._index.spans[block], number - int(self._index.first_row[block])
 

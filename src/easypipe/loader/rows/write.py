@@ -47,9 +47,7 @@ class Tokens(Protocol):
         ...
 
     def window_at(self, row: int) -> tuple[View, Tables]:
-        """Returns the window that a row stands in, and where its documents lie; any window for
-        -1.
-        """
+        """Returns the window that a row stands in (any for -1), and where its documents lie."""
         ...
 
     def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
@@ -62,9 +60,7 @@ class Tokens(Protocol):
         ...
 
     def values_at(self, row: int) -> Mapping[str, UInt64]:
-        """Returns where the values of each column begin in each part of the tables of a row's
-        window.
-        """
+        """Returns where each column's values begin in the parts of the tables of a row's window."""
         ...
 
     @property

@@ -135,9 +135,7 @@ class StreamCounts(Counter[tuple[str, str]]):
         )
 
     def unread(self) -> Counter[str]:
-        """Returns, for every unit in the shares of all passes that were begun, how many were not
-        read.
-        """
+        """Returns how much of every unit in the shares of the passes begun was not read."""
         left = self.of("shares")
         for subject in ("shares read", "shares before"):
             left.subtract(self.of(subject))
@@ -256,9 +254,7 @@ class Deal:
         return Chunk(shard, place.chunk * self.piece, (place.chunk + 1) * self.piece, of_file=True)
 
     def first(self, stream: int, place: Place) -> Place | None:
-        """Returns the first chunk of `stream` at `place` or behind it; None where the pass has no
-        more.
-        """
+        """Returns the first chunk of `stream` at `place` or behind it; None behind the last."""
         dealt = self._dealt(place.epoch)
         mine = dealt.of(stream)
         here = mine[np.searchsorted(mine, place.entry) :][:1].tolist()
@@ -288,9 +284,7 @@ class Deal:
         return +Counter({self.source.unit: counted, FILES: len(entries) - len(ranges)})
 
     def _dealt(self, epoch: int) -> _Pass:
-        """Returns how the entries of a pass are dealt; keeps that of the passes that were used
-        last.
-        """
+        """Returns how the entries of a pass are dealt; keeps that of the last passes."""
         with self._lock:
             found = self._passes.get(epoch)
             if found is None:
@@ -323,9 +317,7 @@ class Deal:
         return np.maximum(1, np.where(self._forward, UNPACKED * packed[shard], counted))
 
     def ask(self, place: Place, pool: ReadPool) -> Future[Loaded]:
-        """Returns the chunk at `place` as a future: read on the pool, or done where the chunk is
-        kept.
-        """
+        """Returns the chunk at `place` as a future, read on the pool or done where it is kept."""
         chunk = self.chunk(place)
         kept = self._kept.get(chunk)
         if kept is None:

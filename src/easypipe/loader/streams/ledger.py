@@ -42,8 +42,9 @@ class Books:
 
     @classmethod
     def total(cls, count: int, parts: Iterable[Books] = ()) -> Books:
-        """Returns the sum of the counters of several streams, as they stand now, over `count`
-        datasets.
+        """Returns the sum of the counters of several streams, as they stand now.
+
+        `count` is the number of datasets.
         """
         whole = cls(
             tuple(StreamCounts() for _ in range(count)), np.zeros((count, COUNTERS), np.int64)
@@ -57,9 +58,7 @@ class Books:
 
     @property
     def all_dropped(self) -> int:
-        """The number of documents that were drawn if each was longer than a row and left out; else
-        0.
-        """
+        """The documents that were drawn, if each was longer than a row and left out; else 0."""
         known = dict(zip(FIELDS, self.table.sum(axis=0).tolist(), strict=True))
         return known["draws"] if known["draws"] == known["docs_dropped"] else 0
 

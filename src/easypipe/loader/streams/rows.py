@@ -426,8 +426,7 @@ class StreamReader(RowReader):
 
 
 class StreamMark(NamedTuple):
-    """The states of the streams that this process reads, and where everything went, behind some
-    rows.
+    """What stands behind some rows: the states of this process's streams, and the counters.
 
     `counts` holds those counters of Books that are of all streams together.
     """

@@ -157,9 +157,7 @@ def gradients(
     interpret: bool = False,
     float32_logits: bool = False,
 ) -> Gradients:
-    """Returns the gradients of the three sums (see stats.Kernel); `float32_logits` as in
-    `stats`.
-    """
+    """Returns the gradients of the three sums (see stats.Kernel and `stats` for the options)."""
     hidden, lm_head, bias, labels = inputs
     sizes = _blocks(block, hidden, lm_head, layout)
     asked, per_token = hidden.shape[0], (labels, lse, *g)
@@ -264,8 +262,9 @@ class Slabs(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The sizes that slabs are cut from. No slab is more than half of the logits, so it is never
-    all.
+    """The sizes that slabs are cut from.
+
+    No slab is more than half of the logits, so that it is never all.
 
     Attributes:
         item: The bytes of a number of the inputs.

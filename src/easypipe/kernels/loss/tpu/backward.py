@@ -236,9 +236,7 @@ def _over_tokens(given: _Given, problem: Problem) -> Array:
 
 
 def _streaming(given: _Given, problem: Problem) -> dict[str, Array]:
-    """Returns all gradients by the schedule *streaming*: one group of column blocks after
-    another.
-    """
+    """Returns all gradients by the schedule *streaming*, one group of column blocks at a time."""
     hidden, blocks = given.hidden, problem.blocks
     groups = cdiv(cdiv(problem.vocab, blocks.back_columns), blocks.back_parts)
     tokens, width, vocab = problem.tokens, problem.width, problem.vocab

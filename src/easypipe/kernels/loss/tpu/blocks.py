@@ -191,9 +191,7 @@ def forward_vmem(blocks: Blocks, sizes: Sizes) -> int:
 
 
 def backward_vmem(blocks: Blocks, sizes: Sizes) -> int:
-    """Returns the bytes of VMEM of the backward kernel, for the layout of the head that needs
-    more.
-    """
+    """Returns the bytes of VMEM of the backward kernel, for the layout that needs more."""
     rows, columns, width = blocks.back_rows, blocks.back_columns, rounded(sizes.width)
     if blocks.resident:
         head = (2 * sizes.item + 4 + 2 * sizes.out) * columns * width
@@ -256,9 +254,7 @@ def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
 
 
 def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
-    """Returns what is worth measuring: the plan, and each of its two halves in other tiles that
-    fit.
-    """
+    """Returns what is worth measuring: the plan, and each half of it in other tiles that fit."""
     plan = plan_blocks(device, sizes)
     forward = [Blocks(*blocks[:4], *plan[4:]) for blocks in _forward_choices(device, sizes)]
     halves = _backward_choices(device, sizes, ROW_SIZES)
@@ -287,8 +283,7 @@ def row_block(device: Device, vocab: int, dtype: DTypeLike) -> int:
 
 
 def even_split(size: int, most: int, parts: int) -> int | None:
-    """Returns the largest block that cuts `size` into a multiple of `parts` blocks; None without
-    one.
+    """Returns the largest block that cuts `size` into a multiple of `parts` blocks, or None.
 
     It is a multiple of 128 and at most `most`.
     """
@@ -500,10 +495,9 @@ def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...]) -> 
 
 
 def _most_columns(device: Device, sizes: Sizes, rows: int, share: int) -> int:
-    """Returns how many columns of the head VMEM holds beside their gradient; 0 for less than one
-    tile.
+    """Returns how many columns of the head VMEM holds beside their gradient.
 
-    Tiles of `rows` tokens stream past them.
+    Tiles of `rows` tokens stream past them. 0 means less than one tile.
     """
     per_column = backward_vmem(Blocks(0, 0, 0, 0, 1, rows, 1 << 20, share, 0), sizes) >> 20
     columns = rounded(min(sizes.vocab, device.vmem // per_column))

@@ -146,8 +146,7 @@ def _blocks(
     layout: Layout,
     grad_dtype: DTypeLike | None = None,
 ) -> Blocks:
-    """Returns the blocks that are given, else those of the tuning table, else those that are
-    planned.
+    """Returns the blocks that are given, else those of the tuning table, else planned ones.
 
     The table is asked for the device that is compiled for.
 
