@@ -209,8 +209,9 @@ def _part(found: Candidate, group: Sequence[_Opened], look: Look) -> Part:
 
 
 def _counted(found: Candidate, group: Sequence[_Opened], look: Look) -> Arguments:
-    """Returns the rows and where their number comes from, or what counting would cost, as
-    fields.
+    """Returns the rows and where their number comes from, or what counting would cost.
+
+    It returns them as fields of a Part.
     """
     files, lines = found.files, found.format in ("json", "csv", "txt", "tokens")
     totals = [one.total for one in group if one.total is not None]

@@ -140,7 +140,7 @@ def prepared_again_the_same(sample: Sample) -> str:
 
 
 def rows_are_well_formed(sample: Sample) -> str:
-    """Checks that segments count from 1 and lie in one piece, and that positions restart."""
+    """Checks that segments count from 1, in one piece each, and positions restart with each."""
     for n, batch in enumerate(sample.batches):
         if SEGMENT_IDS not in batch:
             raise Skipped("rows are not packed")

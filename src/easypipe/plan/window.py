@@ -385,9 +385,7 @@ class _Mixing(Generic[At]):
         return Known(sizes, ends - known, known)
 
     def _look(self, counts: Int64) -> None:
-        """Looks up those of the first `counts[i]` documents of each dataset i that are not
-        known.
-        """
+        """Looks up what is not known yet of the first `counts[i]` documents of each dataset i."""
         known, more = self._known, np.maximum(counts - self._known, 0)
         if not more.any():
             return

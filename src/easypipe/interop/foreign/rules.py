@@ -138,17 +138,13 @@ def leave(reason: str) -> Rule:
 
 
 def off(reason: str) -> Rule:
-    """Returns a rule that leaves the key where it is switched on; nothing is to do where it is
-    off.
-    """
+    """Returns a rule that leaves the key where it is switched on, and skips it where it is off."""
     nothing = (False, 0, "no", "none", "None", [], {})
     return lambda key: key.off() if key.value in nothing else key.leave(reason)
 
 
 def to_if_on(path: str) -> Rule:
-    """Returns a rule that takes a number where it is switched on; nothing is to do where it is
-    off.
-    """
+    """Returns a rule that takes a number where it is switched on, and skips it where it is off."""
     return lambda key: key.put(path) if key.value else key.off()
 
 

@@ -250,9 +250,7 @@ class _Tiles:
         )
 
     def logits(self, i: Array, j: Array) -> tuple[Array, Array, Array, Array]:
-        """Returns z[C, B], where it is a label's, and which rows [C, 1] and columns [B] are
-        fresh.
-        """
+        """Returns z[C, B], where it is a label's, and the fresh rows [C, 1] and columns [B]."""
         x_CB = jnp.einsum(
             f"cd,{self.layout}->cv",
             self.token_rows(self.hidden, i),

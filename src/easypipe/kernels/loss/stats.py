@@ -224,7 +224,10 @@ class Spread(NamedTuple):
 
     @property
     def entropy(self) -> Array:
-        """The entropy in nats, Float[T]: nothing in the sum is larger than the result."""
+        """The entropy in nats, Float[T], which is -sum_v p log p.
+
+        Nothing in the sum is larger than the result.
+        """
         return jnp.log(self.terms) - self.below / self.terms
 
     def about(self, best: Array) -> Spread:
@@ -278,7 +281,10 @@ def token_losses(stats: LogitStats, objective: Objective) -> Array:
 
 
 def loss_cotangents(lse: Array, weights: Array, objective: Objective) -> Cotangents:
-    """Returns the cotangents of `sum_t weights[t] * token_losses[t]`; 0 where the weight is."""
+    """Returns the cotangents of `sum_t weights[t] * token_losses[t]`.
+
+    They are exactly 0 where the weight is.
+    """
     eps = objective.label_smoothing
     return Cotangents(
         weights * (1.0 + 2.0 * objective.z_loss * lse),

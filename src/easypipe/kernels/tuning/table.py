@@ -152,8 +152,10 @@ def read_table(path: Path) -> list[Entry]:
 
 
 def extend_table(path: Path, entries: Iterable[Entry]) -> list[Entry]:
-    """Writes `entries` into the table at `path`, over those with the same key; returns all of
-    it.
+    """Writes `entries` into the table at `path`, over those with the same key.
+
+    Returns:
+        All entries of the table.
     """
     known = {entry.key: entry for entry in (read_table(path) if path.exists() else ())}
     known |= {entry.key: entry for entry in entries}

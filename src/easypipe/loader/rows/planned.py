@@ -203,8 +203,9 @@ class PlannedRows(NumberedRows):
         return self._values
 
     def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
-        """Pins the documents of the rows, and those behind them, whose first token may be a
-        label.
+        """Pins the documents of the rows, and those behind them.
+
+        The first token of the document behind a row may be a label.
         """
         if not self._paged:
             return _STAYS

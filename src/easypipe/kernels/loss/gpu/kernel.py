@@ -157,7 +157,7 @@ def gradients(
     interpret: bool = False,
     float32_logits: bool = False,
 ) -> Gradients:
-    """Returns the gradients of the three sums (see stats.Kernel and `stats` for the options)."""
+    """Returns the gradients of the three sums (see stats.Kernel); options as in `stats`."""
     hidden, lm_head, bias, labels = inputs
     sizes = _blocks(block, hidden, lm_head, layout)
     asked, per_token = hidden.shape[0], (labels, lse, *g)

@@ -193,9 +193,7 @@ class _Walk:
     def put_gradients(
         self, logits_ref: Ref, dx_ref: Ref, row: Array, label: Array, lse: Array, g: Cotangents
     ) -> None:
-        """Writes the gradients, the last block first: it was read last and is still in the
-        cache.
-        """
+        """Writes the gradients, the last block first: it is still in the cache."""
         soft_cap = self.soft_cap
 
         def step(done: Array, _: None) -> None:
