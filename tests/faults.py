@@ -460,6 +460,8 @@ FAULTS = [
           'fold(seed, "lora", name) % 2**32', 'fold(seed, "lora") % 2**32'),
     fault("lines are not on the disk when a checkpoint counts on them", "train/metrics/log.py", "tests/train/test_watch.py -k lines_are",
           "            os.fsync(self._file.fileno())\n", "            self._file.flush()\n"),
+    fault("samples are not on the disk when a checkpoint counts on them", "train/callbacks/named.py", "tests/train/test_samples.py -k on_the_disk",
+          '"samples": samples})\n        self._lines.sync()\n', '"samples": samples})\n'),
     fault("half a pair is a pair", "train/losses/preference.py", "tests/train/test_preference.py -k half_a_pair",
           "is_pair = (counts_BN[:, 1::2] > 0) & (counts_BN[:, 2::2] > 0)", "is_pair = (counts_BN[:, 1::2] > 0) | (counts_BN[:, 2::2] > 0)"),
     fault("answers of which other tokens are trained are looked up as one", "train/losses/cached_reference.py", "tests/train/test_preference.py -k asked_before",

@@ -85,6 +85,7 @@ def megatron(what: str, says: str | None, lengths: list[int], at: list[int], **c
 RAW, MARK = DATA.encode(), b"\xef\xbb\xbf"
 LONG, SHORT = "x" * 7777, "y" * 10
 ARROW = arrow([LONG, SHORT])
+WIDE = ",".join(f"c{i}" for i in range(20_000)) + "\n" + ",".join("1" * 20_000) + "\n"
 TOKENS = np.arange(12, dtype=np.int32).reshape(4, 3)
 FILES = [
     file("a byte order mark between two files", "row 20 … BOM", "a.jsonl", RAW + MARK + RAW),
@@ -107,6 +108,7 @@ FILES = [
         "a.arrow",
         ARROW.replace(struct.pack("<ii", 7777, 7787), struct.pack("<ii", 7777, -3)),
     ),
+    file("20,000 columns", None, "a.csv", WIDE, content_field="c0"),
     file("npy of three dimensions", "shape (2, 2, 3)", "a.npy", npy(TOKENS.reshape(2, 2, 3))),
     file("npy in Fortran order", "Fortran", "a.npy", npy(np.asfortranarray(TOKENS))),
     file("npy of objects", "a.npy: an array of |O", "a.npy", npy(np.array([[1], [2, 3]], object))),

@@ -89,12 +89,15 @@ def test_missing_foreign_and_older(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "does not hold what this version of easypipe writes: KeyError('states')" in caplog.text
 
 
-def test_one_that_stands_under_the_name_of_another_is_made_again(tmp_path: Path) -> None:
+def test_one_that_stands_under_the_name_of_another_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Two indexes, plans or records of ranges that were swapped are whole, each by itself."""
     remember_checked(tmp_path / "a.json", VALUE)
     assert recall_checked(tmp_path / "a.json", dict, what="the plan") == VALUE
     (tmp_path / "a.json").rename(tmp_path / "b.json")
     assert recall_checked(tmp_path / "b.json", dict, what="the plan") is None
+    assert "b.json is made again: damaged: it was written as a.json" in caplog.text
     commit_checked(tmp_path / "c.json", VALUE)  # as earlier versions wrote them
     (tmp_path / "c.json").rename(tmp_path / "d.json")
     assert recall_checked(tmp_path / "d.json", dict, what="the plan") == VALUE

@@ -9,6 +9,7 @@ import pytest
 
 from easypipe import LoadStageConfig, TokenizerConfig
 from easypipe.cli import main
+from easypipe.core import safe_yaml
 from easypipe.core.config import apply_overrides, load_yaml
 from easypipe.core.errors import ConfigError
 from easypipe.core.safe_yaml import MOST_REPEATED
@@ -53,6 +54,23 @@ def test_the_error_names_file_and_line(
     assert text.startswith(f"{path}, line {line}: ")
     assert main(["plan", str(path)]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_a_file_of_many_values_or_letters_is_refused_before_it_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "large.yaml"
+    monkeypatch.setattr(safe_yaml, "MOST_VALUES", 1000)
+    path.write_text("a:\n" + " - 1\n" * 997)
+    assert len(load_yaml(path)["a"]) == 997
+    path.write_text("a:\n" + " - 1\n" * 2000)
+    with pytest.raises(
+        ConfigError, match=r"large\.yaml, line 1001: .*it has more than 1,000 values"
+    ):
+        load_yaml(path)
+    path.write_text("a: " + "x" * safe_yaml.LONGEST)
+    with pytest.raises(ConfigError, match=r"large\.yaml: .*more than 10,000,000 characters"):
+        load_yaml(path)
 
 
 def test_aliases_are_of_use(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ static atomic_long calls = 0;
 static char root[PATH_MAX];
 
 /* action: one of the enum. n: the call, from 1. code: errno of a failure. log: a descriptor that
- * gets one line for each call: its name and the path; behind it, where calls are recorded, frames. */
+ * gets one line for each call: its name, of an open file its number and its size before, the path;
+ * behind it, where calls are recorded, frames. */
 void disaster_arm(const char *folder, int action, long n, int code, int log) {
     snprintf(root, sizeof root, "%s", folder);
     point = n, failure = code, log_to = log;
@@ -58,10 +59,13 @@ static void of_name(int folder, const char *name, char *path) {
 
 /* Lists a call; where all are recorded, with the lines of Python that made it. The interpreter is not
  * asked to wait: a thread's own frames stand still while it is here. */
-static void list(const char *call, const char *path) {
+static void list(const char *call, const char *path, int descriptor) {
     static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
-    char line[PATH_MAX + 64];
-    int length = snprintf(line, sizeof line, "%s\t%s\n", call, path);
+    char line[PATH_MAX + 128];
+    struct stat file = {0};
+    if (descriptor >= 0) fstat(descriptor, &file);
+    int length = snprintf(line, sizeof line, "%s\t%llu\t%lld\t%s\n", call,
+                          (unsigned long long)file.st_ino, (long long)file.st_size, path);
     pthread_mutex_lock(&one_at_a_time);
     syscall(SYS_write, log_to, line, length);
     if (mode == RECORD) {
@@ -77,7 +81,7 @@ static void list(const char *call, const char *path) {
 static int strikes(const char *call, const char *path, int descriptor, const void *part, size_t size) {
     if (mode == OFF || !below(path)) return 0;
     long number = atomic_fetch_add(&calls, 1) + 1;
-    if (log_to >= 0) list(call, path);
+    if (log_to >= 0) list(call, path, descriptor);
     if (mode == KILL && number == point) {
         if (part) syscall(SYS_write, descriptor, part, size / 2);
         kill(getpid(), SIGKILL);

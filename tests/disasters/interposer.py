@@ -60,13 +60,15 @@ class Order:
 class Outcome:
     """code: 0; negative: the signal that ended it; ERROR_OF_OURS; BARE. said: on the terminal.
 
-    operations: (call, path) of each, in order. frames: of each that was recorded, the lines of
-    easypipe that made it, the innermost first; none of threads that no Python runs in.
+    operations: (call, path) of each, in order. files: of each its inode and its size before, (0, 0)
+    where the call names it by its path. frames: of each that was recorded, the lines of easypipe
+    that made it, the innermost first; none of threads that no Python runs in.
     """
 
     code: int
     said: str
     operations: list[tuple[str, str]]
+    files: list[tuple[int, int]]
     frames: list[list[str]]
 
 
@@ -126,15 +128,17 @@ class Interposed:
 
 def _outcome(code: int, said: Path) -> Outcome:
     operations: list[tuple[str, str]] = []
+    files: list[tuple[int, int]] = []
     frames: list[list[str]] = []
     for line in said.with_suffix(".log").read_text().splitlines():
-        call, tab, path = line.partition("\t")
-        if tab:
+        if "\t" in line:
+            call, inode, size, path = line.split("\t", 3)
             operations.append((call, path))
+            files.append((int(inode), int(size)))
             frames.append([])
         elif "/easypipe/" in line:
             frames[-1].append(line.rpartition("/easypipe/")[2])
-    return Outcome(code, said.read_text(errors="replace"), operations, frames)
+    return Outcome(code, said.read_text(errors="replace"), operations, files, frames)
 
 
 def _fork(order: Order, said: str) -> int:

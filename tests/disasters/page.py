@@ -27,7 +27,8 @@ HEAD = f"""# Disasters
 
 `nox -s disasters` does to easypipe what machines do to programs. Each job is struck at every file operation, in {len(HOWS)} ways: {", ".join(HOWS)}. Then it ends
 well, or with an error of easypipe's, or is dead; run again it ends well, the folder holds what the undisturbed job made, byte for byte where no times are kept,
-and nothing else. *Power lost* empties what was written and not synced. The normal run of the tests tries a few points of each job.
+and nothing else. *Power lost* takes from each file what was written behind its last sync, and takes away new names, with all below them, whose folder was not synced since. The normal run
+of the tests tries a few points of each job.
 
 It needs Linux and a C compiler: a small library counts the calls of libc that change files, of all threads. Calls that go past it are not struck: writes
 to memory that is mapped, and the renaming of `model.safetensors` within an export that has no name yet.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +33,10 @@ from loader_processes import free_port
 
 WRITES = frozenset(("write", "pwrite", "writev", "pwritev", "sendfile", "copy_file_range"))
 SYNCS = frozenset(("fsync", "fdatasync"))
+NAMES = frozenset(("open", "rename", "link", "mkdir"))  # these may make one
+GONE = frozenset(("unlink", "rmdir"))
 KILLED = "killed"
-POWER = "power lost"  # killed, and whatever was written and not synced is empty
+POWER = "power lost"  # killed, and whatever was not synced is gone
 FULL = "disk full from here on"
 REFUSED = {
     name: getattr(errno, name)
@@ -109,7 +113,7 @@ class Trial:
         else:
             outcome = self._run(self.job, KILL, number)
             if how == POWER:
-                lose_unsynced(outcome.operations)
+                lose_unsynced(outcome, number, self._before, self._work)
         call, path = self.operations[number - 1]
         ended = "dead" if outcome.code < 0 else ("well", "refused")[outcome.code > 0]
         wrong = self._wrong(outcome)
@@ -163,19 +167,39 @@ def spread(operations: Sequence[tuple[str, str]], count: int) -> list[int]:
     return [*dict.fromkeys((*first.values(), *even))][:count]
 
 
-def lose_unsynced(operations: Sequence[tuple[str, str]]) -> None:
-    """Empties the files that were written and not synced since, under the name they have now."""
-    dirty: dict[str, bool] = {}
-    for call, path in operations:
-        if call in WRITES:
-            dirty[path] = True
-        elif call in SYNCS:
-            dirty[path] = False
-    temporary = {Path(path): unsynced for path, unsynced in dirty.items()}
-    for path, unsynced in temporary.items():
-        for now in (path, *_renamed(path, operations)):
-            if unsynced and now.is_file():
-                now.write_bytes(b"")
+def lose_unsynced(outcome: Outcome, number: int, before: Path, folder: Path) -> None:
+    """What a job that began in a copy of `before` loses of `folder` when the power goes at its
+    `number`-th operation, in which a write is half done and a sync is not.
+
+    Of a file what was written behind its last sync; a name that is new, with all below it, where
+    the folder that holds it was not synced since.
+    """
+    lengths: dict[int, int] = {}  # of files, by inode: this much is on the disk
+    names, kept = set[Path](), set[Path]()  # those that are on the disk are kept
+    listed = zip(outcome.operations, outcome.files, strict=True)
+    for at, ((call, name), (inode, size)) in enumerate(listed, start=1):
+        path = Path(name)
+        if call in SYNCS and at != number:
+            lengths.pop(inode, None)
+            kept |= {one for one in names if one.parent == path}
+            names -= kept
+        elif call in WRITES:
+            lengths[inode] = min(lengths.get(inode, size), size)
+        elif call in GONE:
+            names.discard(path)
+            kept.discard(path)
+        elif (
+            call in NAMES and path not in kept and not (before / path.relative_to(folder)).exists()
+        ):
+            names.add(path)
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size > lengths.get(path.stat().st_ino, math.inf):
+            os.truncate(path, lengths[path.stat().st_ino])
+    for path in names:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -235,12 +259,6 @@ def _without(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without(one) for key, one in value.items() if key not in MEASURED}
     return [_without(one) for one in value] if isinstance(value, list) else value
-
-
-def _renamed(path: Path, operations: Sequence[tuple[str, str]]) -> Iterator[Path]:
-    """Where a temporary file went: the name that its own ends with."""
-    ending = path.name.split("-", 3)[-1]
-    yield from (Path(to) for call, to in operations if call == "rename" and Path(to).name == ending)
 
 
 def _named(path: str) -> str:

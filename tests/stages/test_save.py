@@ -505,6 +505,22 @@ def test_a_size_that_cannot_hold_a_file(tmp_path: Path) -> None:
     ).build()
 
 
+def test_a_remote_folder_that_was_emptied_meanwhile_gets_no_manifest(tmp_path: Path) -> None:
+    out = f"memory://{tmp_path.name}/out"
+
+    def hook(step: str, path: str) -> None:
+        if step == "committed" and not path.endswith(MANIFEST):
+            storage.remove(out)
+
+    storage.set_fault_hook(hook)
+    with pytest.raises(ConfigError, match=r"out: was emptied while rows were written there"):
+        packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=1)).build()
+    storage.set_fault_hook(None)
+    assert storage.names_in(out) == []
+    [folder] = packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=1)).build().folders
+    assert folder.num_rows
+
+
 def test_a_plan_is_kept_for_the_run_that_goes_on(tmp_path: Path) -> None:
     """Measured again by another version of a codec the edges could differ: finished shards would
     not fit them.

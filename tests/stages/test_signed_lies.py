@@ -26,6 +26,9 @@ from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import to_dict
 from easypipe.core.errors import CacheError, EasypipeError
 from easypipe.save.verify import verify
+from easypipe.train.metrics.log import MetricsFile
+from easypipe.train.record import write_kept
+from easypipe.train.report.page import write_report
 from pipelines import config, jsonl, texts
 
 GONE = object()
@@ -140,6 +143,44 @@ def test_a_signed_lie_reaches_no_batch(
     made: Path, pattern: str, read: Callable[[Path], Any], forget: str
 ) -> None:
     assert wrong_answers(made, pattern, read, forget) == []
+
+
+DRAWN = {"name": "a", "requested": 0.5, "realised": 0.25, "drawn": 7, "epochs": 0.5}
+SHARES = {"step": 2, "requested": {"a": 1.0}, "realised": {"a": 1.0}, "lately": {"a": 1.0}}
+RUN: dict[str, Any] = {
+    "plan.json": {
+        "unit": "rows",
+        "steps": 2,
+        "datasets": [DRAWN | {"tokens_placed": 9}, DRAWN | {"name": "b", "tokens_placed": 9}],
+        "by_step": [SHARES],
+        "notes": ["one"],
+    },
+    "ledger.json": {
+        "entries": [
+            {"stage": "mix", "dataset": "a", "unit": "documents", "in": {"x": 3}, "out": {"y": 3}}
+        ],
+        "facts": {"tokenize": {"a": {"seconds": 0.5}}},
+    },
+    "versions.json": [{"from_step": 0, "jax": "1", "devices": 1}],
+    "changes.json": [{"step": 1, "row": 2, "changed": {"train.steps": "was 1"}, "before": None}],
+    "fingerprints.json": {"train": {"plan": "0"}, "eval": {"a": {"plan": "0"}}},
+    "best.json": [{"step": 2, "loss": 0.5, "checkpoint": "checkpoints/2"}],
+    "restarts.json": [{"step": 1, "time": "2026-01-31 10:00:00"}],
+}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_signed_lie_in_a_run_s_folder_ends_no_page(tmp_path: Path, name: str) -> None:
+    """Pages are for people: what stands there is shown, or said to be damaged."""
+    with MetricsFile(tmp_path / "metrics.jsonl", after_step=0) as file:
+        for step in (1, 2):
+            file.append({"step": step, "loss": 1.0, "seconds": 0.1})
+    for other, value in RUN.items():
+        write_kept(tmp_path / other, value)
+    for n, way in enumerate(ways(RUN[name])):
+        for lie in LIES[n % 7 :: 7]:
+            write_kept(tmp_path / name, lied(RUN[name], way, lie))
+            write_report(tmp_path)
 
 
 def test_documents_that_end_outside_of_their_file_are_not_read(made: Path, tmp_path: Path) -> None:

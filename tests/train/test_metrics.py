@@ -107,3 +107,23 @@ def test_other_lines_than_a_checkpoint_was_saved_with_are_told(
     MetricsFile(path, after_step=4, digest=digests[4]).close()
     assert "metrics.jsonl: damaged: up to step 4" in caplog.text
     assert "those that are there (2)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "left", [b"\0" * 40 + b"\n", b"\0" * 9 + b'.5}\n{"step": 6, "loss": 1.0}\n']
+)
+def test_what_a_power_cut_left_behind_the_lines_of_a_checkpoint_is_cut(
+    tmp_path: Path, left: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path, after_step=0) as file:
+        for step in range(1, 5):
+            file.append({"step": step, "loss": 1.0 / step})
+        digest = file.digest()
+    whole = path.read_bytes()
+    path.write_bytes(whole + left)
+    MetricsFile(path, after_step=4, digest=digest).close()
+    assert path.read_bytes() == whole
+    path.write_bytes(whole[5:] + left)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl, line 1: not a metrics record"):
+        MetricsFile(path, after_step=4, digest=digest)

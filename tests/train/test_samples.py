@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from chat_support import chat_tokenizer
 from easypipe import RunConfig, Trainer
 from easypipe.cli import main
+from easypipe.core import storage
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.run import train
@@ -155,3 +157,29 @@ def test_what_cannot_write_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             settings(tmp_path, callbacks={"samples": wrong})
+
+
+def test_samples_are_on_the_disk_before_a_checkpoint_behind_which_they_are_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, file = os.fsync, tmp_path / "run" / "samples.jsonl"
+    synced, seen = {}, []
+
+    def recorded(descriptor: int) -> None:
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        synced[found.st_ino] = found.st_size
+
+    def struck(event: str, path: str) -> None:
+        if event == "rename" and Path(path).parent.name == "checkpoints":
+            told = file.read_bytes()[: synced.get(file.stat().st_ino, 0)]
+            seen.append((int(Path(path).name), told.count(b"\n")))
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    storage.set_fault_hook(struck)
+    try:
+        train(config(tmp_path, {"prompts": PROMPTS, "every": 2, "max_new_tokens": 2}, steps=4))
+    finally:
+        storage.set_fault_hook(None)
+    assert [step for step, _ in seen] == [2, 4]
+    assert all(lines >= step // 2 for step, lines in seen)

@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-# the deepest nesting of a text, and the most values that its aliases may repeat
-DEEPEST, MOST_REPEATED = 100, 100_000
+# the deepest nesting of a text, the most values that its aliases may repeat, the most that it may
+# have (100,000 take two seconds), and its length (10 million characters take up to ten)
+DEEPEST, MOST_REPEATED, MOST_VALUES, LONGEST = 100, 100_000, 300_000, 10_000_000
 
 
 def read_yaml(text: str) -> Any:
@@ -20,6 +21,8 @@ def read_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: The text is not YAML, or breaks one of the rules above.
     """
+    if len(text) > LONGEST:
+        raise yaml.YAMLError(f"it has more than {LONGEST:,} characters")
     return yaml.load(text, Loader=_SafeLoader)  # noqa: S506  (what yaml.safe_load does, with duplicate keys refused)
 
 
@@ -61,11 +64,14 @@ class _SafeLoader(yaml.SafeLoader):
         else:
             self.composed += 1
             self.sizes[id(node)] = self.composed + self.repeated - before
-        if self.repeated > MOST_REPEATED:
-            raise yaml.MarkedYAMLError(
-                problem=f"its aliases repeat more than {MOST_REPEATED:,} values",
-                problem_mark=node.start_mark,
-            )
+        for count, most, what in (
+            (self.repeated, MOST_REPEATED, "its aliases repeat"),
+            (self.composed, MOST_VALUES, "it has"),
+        ):
+            if count > most:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{what} more than {most:,} values", problem_mark=node.start_mark
+                )
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

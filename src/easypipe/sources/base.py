@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
@@ -271,9 +271,8 @@ class FileSource(Source):
         table, numbers, rejects = self._rows(file, survey, fields, start, stop)
         if numbers is None:
             numbers = np.arange(start, stop, dtype=np.int64)
-        arrays = [
-            self._column(file, opened.data, name, table, len(numbers)) for name in opened.data.names
-        ]
+        found = dict(zip(table.column_names, table.columns, strict=True))
+        arrays = [self._column(file, field, found, len(numbers)) for field in opened.data]
         bad = _not_utf8(opened.data, arrays)
         if bad:
             rejects = by_row(
@@ -291,17 +290,17 @@ class FileSource(Source):
         return Scan(pa.record_batch(arrays, schema=opened.schema), tuple(rejects))
 
     def _column(
-        self, file: FileRef, data: pa.Schema, name: str, table: pa.Table, rows: int
+        self, file: FileRef, field: pa.Field, found: Mapping[str, pa.ChunkedArray], rows: int
     ) -> pa.Array:
-        """Returns a column of `rows` rows.
+        """Returns a column of `rows` rows: one of those `found`, or what the folders name.
 
         `rows` is given separately, because a table without columns forgets how many rows it has.
         """
-        kind = data.field(name).type
-        if name not in table.column_names:
+        name, kind = field.name, field.type
+        if name not in found:
             return constant(dict(file.partitions).get(name), rows, kind)
         try:
-            return column(table.column(name).chunks, kind)
+            return column(found[name].chunks, kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise file.error(
                 f"cannot be read as {kind}, which it has in other files or rows: {error}",
@@ -366,10 +365,8 @@ class FileSource(Source):
         if self.columns is not None:
             self._require(data, opened.surveys)
             data = pa.schema([data.field(name) for name in self.columns])
-        fields = [
-            pa.schema([field for field in data if field.name in survey.schema.names])
-            for survey in opened.surveys
-        ]
+        names = [{*survey.schema.names} for survey in opened.surveys]  # each asking makes a list
+        fields = [pa.schema([field for field in data if field.name in had]) for had in names]
         numbered = self.numbered or self.on_error != "error"
         schema = with_row_numbers(data) if numbered else data
         return dataclasses.replace(opened, data=data, schema=schema, fields=fields)

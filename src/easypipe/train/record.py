@@ -297,8 +297,19 @@ class _Version(TypedDict):
     from_step: object
 
 
+class _Drawn(TypedDict):
+    name: str
+
+
+class _Plan(TypedDict):
+    """Keys of plan.json by which pictures and pages are ordered."""
+
+    datasets: list[_Drawn]
+
+
 _NOT_EMPTY = Annotated[Json, pydantic.Field(min_length=1)]
 _SHAPES: Json = {
+    PLAN: _Plan,
     CHANGES: list[_Change],
     FINGERPRINTS: _Fingerprints,
     VERSIONS: list[_Version],

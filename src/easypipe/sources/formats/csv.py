@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -163,8 +164,8 @@ def _header(
                 (UnicodeDecodeError, csv.Error),
             ):
                 names = next(csv.reader([record.decode()], delimiter=delimiter, strict=True))
-            for name in names:
-                if not name.strip() or names.count(name) > 1:
+            for name, count in Counter(names).items():
+                if not name.strip() or count > 1:
                     problem = (
                         f"column {name!r} stands twice" if name.strip() else "a column has no name"
                     )

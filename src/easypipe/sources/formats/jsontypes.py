@@ -391,11 +391,8 @@ def nested_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
         table = pj.read_json(pa.BufferReader(lines), read_options=options)
     except pa.ArrowInvalid:
         return _slow_types(lines, names)
-    return {
-        name: _without_times(table.schema.field(name).type)
-        for name in names
-        if name in table.column_names
-    }
+    found = {field.name: field.type for field in table.schema}
+    return {name: _without_times(found[name]) for name in names if name in found}
 
 
 def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:

@@ -423,6 +423,7 @@ class LmEval(Callback):
         assert self._seen is not None
         found = scores(self.config, event.model(), self._tokenizer, self._seen())
         self._lines.append({"step": event.step, "results": found})
+        self._lines.sync()
 
     def on_end(self, event: TrainEvent) -> None:
         self._lines.close()
@@ -482,6 +483,7 @@ class Samples(Callback):
         both = zip(self._prompts, texts, strict=True)
         samples = [{"prompt": prompt, "text": text} for prompt, text in both]
         self._lines.append({"step": event.step, "samples": samples})
+        self._lines.sync()
 
     def on_end(self, event: TrainEvent) -> None:
         self._lines.close()

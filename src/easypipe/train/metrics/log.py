@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +56,23 @@ class MetricsFile(Closeable):
         self, path: Path, *, after_step: int, write: bool = True, digest: str | None = None
     ) -> None:
         self.path = path
-        kept = (
-            [record for record in read_metrics(path) if record["step"] <= after_step]
-            if path.exists()
-            else []
-        )
+        kept: list[Record] = []
+        try:
+            for record in each_record(path) if path.exists() else ():
+                if record["step"] <= after_step:
+                    kept.append(record)  # noqa: PERF401  (what stands before an error is kept)
+        except StorageError:
+            # Lines behind those of the checkpoint were not synced: where the power goes, a file
+            # system may leave anything there.
+            if digest != xxh3_128(_bytes(kept)).hexdigest():
+                raise
         self.last: Record | None = kept[-1] if kept else None
         self.first: Record | None = kept[0] if kept else None
         self._file = None
         self._lines = xxh3_128()
         if not write:
             return
-        lines = "".join(_line(record) for record in kept).encode()
+        lines = _bytes(kept)
         self._lines.update(lines)
         if digest not in (None, self._lines.hexdigest()):
             logger.warning(
@@ -145,6 +150,10 @@ def each_record(path: str | Path) -> Iterator[Record]:
 def perplexity(nll: float) -> float | None:
     """Returns exp(nll); None if a float cannot hold it."""
     return math.exp(nll) if nll < 700 else None
+
+
+def _bytes(records: Iterable[Record]) -> bytes:
+    return "".join(map(_line, records)).encode()
 
 
 def _line(record: Json) -> str:
