@@ -227,6 +227,17 @@ def test_bad_members(tmp_path: Path) -> None:
         open_files(tar(tmp_path / "b.tar", [("0.txt", b""), ("0.txt", b"")])).shards  # noqa: B018
 
 
+def test_an_array_of_another_type_or_shape_is_a_bad_row(tmp_path: Path) -> None:
+    arrays = [np.arange(2, dtype=np.uint16), np.arange(2, dtype=np.int64), np.ones((1, 2), "<u2")]
+    path = tar(tmp_path / "a.tar", [(f"{i}.npy", npy(array)) for i, array in enumerate(arrays)])
+    scanned = open_files(path, on_error="skip").scan(0, 0, 3)
+    assert scanned.batch.column("npy").to_pylist() == [[0, 1]]
+    assert [(reject.row, reject.reason) for reject in scanned.rejects] == [
+        (1, "unparsable"),
+        (2, "unparsable"),
+    ]
+
+
 def test_damaged_tars(tmp_path: Path) -> None:
     path = tar(tmp_path / "a.tar", [(f"{i}.txt", b"x" * 600) for i in range(3)])
     whole = path.read_bytes()
