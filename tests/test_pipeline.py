@@ -38,7 +38,7 @@ from easypipe import (
     create_pipeline,
     tokenize_and_save,
 )
-from easypipe.core.config import to_dict
+from easypipe.core.config import from_dict, to_dict
 from easypipe.core.protocols import PipelineContext, ProgressEvent, ShardedDataSource
 from easypipe.core.schema import INPUT_IDS
 from easypipe.jobs import prepare_data
@@ -492,6 +492,24 @@ def test_several_epochs_and_endless_data(tmp_path: Path, mix: MixStageConfig) ->
     with pytest.raises(TypeError, match=r"no len\(\)"):
         len(make())
     laws.assert_exact_resume(make, 40, stops=(0, 1, 39))
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "why"),
+    [
+        (1, {}, None),
+        (1, {"load": {"num_epochs": None}}, "load.num_epochs: null"),
+        (1, {"mix": {}}, "mix.stop_strategy: restart"),
+        (1, {"mix": {"max_epochs": {"dataset1": 2}}, "load": {"num_epochs": None}}, None),
+        (2, {}, "mix.stop_strategy: restart"),
+        (2, {"mix": {"stop_strategy": "first_exhausted"}}, None),
+        (2, {"mix": {"max_epochs": {"dataset1": 2}}}, "mix.stop_strategy: restart"),
+        (2, {"mix": {"max_epochs": {"dataset1": 2, "dataset2": 2}}}, None),
+    ],
+)
+def test_why_batches_never_end(count: int, options: dict[str, object], why: str | None) -> None:
+    datasets = [{"data_files": f"{i}.txt"} for i in range(count)]
+    assert from_dict(PipelineConfig, {"datasets": datasets, **options}).endless == why
 
 
 def test_a_batch_that_never_fills(tmp_path: Path) -> None:
