@@ -102,6 +102,7 @@ app.add_typer(kernels, name="kernels")
 
 
 def _version(asked: bool) -> None:
+    """Prints the version and exits, if asked to."""
     if asked:
         from easypipe import __version__
 

@@ -165,6 +165,7 @@ class CausalLMCollator:
         return "causal_lm", self.padding
 
     def __call__(self, rows: Rows) -> Batch:
+        """Makes a batch whose labels are the next tokens."""
         rule, columns = self.padding, token_columns(rows)
         width = rule.width(columns[INPUT_IDS])
         targets = [labels != IGNORE for labels in targets_of(columns)]
@@ -191,6 +192,7 @@ class Seq2SeqCollator:
         return "seq2seq", self.padding, self.decoder_start_token_id, self.max_target_length
 
     def __call__(self, rows: Rows) -> Batch:
+        """Makes a batch of inputs for an encoder and a decoder."""
         require_some(rows)
         rule = self.padding
         sources = [integers(row, INPUT_IDS, i) for i, row in enumerate(rows)]

@@ -225,6 +225,7 @@ class UniversalDataModule:
         return entry.name == "text" and entry.builtin and not self.task_spec.options
 
     def _loader(self, data: Dataset, name: str, **changes: Any) -> EpochLoader:
+        """Returns the loader of some rows, through a Pipeline or through a collator."""
         options = dataclasses.replace(self.options, **changes)
         spelled = self.dataset_config(data, name)
         if spelled is not None:

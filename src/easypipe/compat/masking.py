@@ -64,6 +64,7 @@ class MaskedLMCollator:
         )
 
     def __call__(self, rows: Rows, *, keys: Sequence[int] | None = None) -> Batch:
+        """Makes a batch; `keys` are the random keys of the rows."""
         rule, columns = self.padding, token_columns(rows)
         width = rule.width(columns[INPUT_IDS])
         if keys is None:  # called by hand: equal rows are masked alike

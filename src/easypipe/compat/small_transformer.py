@@ -400,6 +400,7 @@ class EncodeTexts(ColumnTransform):
         return pa.schema([pa.field(INPUT_IDS, pa.large_list(pa.int64()), nullable=False)])
 
     def rows(self, rows: Rows) -> Rows:
+        """Encodes the texts; bad and empty ones are rejected with their reasons."""
         ids, numbers, blank, bad = [], [], [], []
         column = rows.batch.column(self._column)
         texts = column.to_pylist() if is_text(column.type) else [None] * len(column)

@@ -284,16 +284,22 @@ class _Change(TypedDict):
 
 
 class _Fingerprints(TypedDict):
+    """The contents of fingerprints.json."""
+
     train: Json | None
     eval: Mapping[str, Json | None]
 
 
 class _Restart(TypedDict):
+    """An entry of restarts.json."""
+
     step: int
     time: str
 
 
 class _Version(TypedDict):
+    """An entry of versions.json."""
+
     from_step: object
 
 

@@ -157,6 +157,7 @@ class AsSums:
         self._loss, self.of_means, self.knows_nll = loss, False, True
 
     def __call__(self, model: nnx.Module, batch: Batch) -> LossOutput:
+        """Calls the loss, and returns its means as sums."""
         out = self._loss(model, batch)
         self.of_means, self.knows_nll = not isinstance(out, LossOutput), True
         if isinstance(out, LossOutput):

@@ -157,6 +157,7 @@ class ModelConfig:
         )
 
     def _check_heads(self) -> None:
+        """Checks that the widths of hidden states, heads and key heads fit each other."""
         width, heads, groups = self.hidden_size, self.num_heads, self.num_kv_heads
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         require(

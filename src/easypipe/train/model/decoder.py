@@ -73,6 +73,14 @@ class Layer(nnx.Module):
     def __call__(
         self, x_BSD: Float[Array, "B S D"], windowed: Bool[Array, ""] | bool, turns: Turns, mix: Mix
     ) -> Float[Array, "B S D"]:
+        """Returns the stream after the layer.
+
+        Args:
+            x_BSD: The residual stream.
+            windowed: Whether this layer has the window.
+            turns: The rotation of queries and keys.
+            mix: The attention.
+        """
         config, (batch, length, _) = self.config, x_BSD.shape
         normed_BSD = self.attention_norm(x_BSD)
         query_BSHh = self.query(normed_BSD).reshape(batch, length, config.num_heads, -1)

@@ -190,6 +190,7 @@ class OptimizerConfig:
         self._check_schedule(self.chosen_schedule)
 
     def _check_schedule(self, schedule: str) -> None:
+        """Checks that the schedule has the options that are given."""
         cools, averages = (
             bool(self.cooldown_steps) or schedule == "wsd",
             self.name == "schedule_free",

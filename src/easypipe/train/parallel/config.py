@@ -64,8 +64,6 @@ class MeshConfig:
     tensor: int | None = None
     # the mesh axes over which a named dimension of the parameters is divided; null: none
     axis_rules: dict[str, str | tuple[str, ...] | None] = field(default_factory=dict)
-    # where dimensions of parameters lie, by their meaning (embed, heads, mlp, vocab, layers), where
-    # that is not RULES; null: whole
 
     def check(self) -> None:
         for name, size in self.given.items():
@@ -114,6 +112,9 @@ class MeshConfig:
         return {**RULES, **self.axis_rules}
 
     def _check_rules(self) -> None:
+        """Checks that axis_rules name known dimensions and axes, and use no axis twice in one
+        array.
+        """
         for name, axes in self.axis_rules.items():
             at = f"axis_rules.{name}"
             require_known(name, RULES, at, f"no dimension of a parameter means {name!r}")

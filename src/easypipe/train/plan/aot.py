@@ -459,6 +459,7 @@ def _report(plan: StepPlan) -> str:
 
 
 def _what(plan: StepPlan) -> str:
+    """Describes the devices, the step and the model, for the report."""
     mesh = (
         ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
     )
@@ -476,6 +477,7 @@ def _what(plan: StepPlan) -> str:
 
 
 def _memory_lines(plan: StepPlan) -> str:
+    """Describes the memory of a device, and advice if it is short, for the report."""
     memory = plan.memory
     rows = [
         ("parameters", memory.parameters, ""),
@@ -506,6 +508,7 @@ def _memory_lines(plan: StepPlan) -> str:
 
 
 def _collectives(plan: StepPlan) -> str:
+    """Describes the messages of a step, for the report."""
     if not plan.collectives:
         return "" if plan.memory.fits is False else "collectives: none"
     total = sum(one.sent for one in plan.collectives)
@@ -526,6 +529,7 @@ def _collectives(plan: StepPlan) -> str:
 
 
 def _speed(plan: StepPlan) -> str:
+    """Describes the FLOPs and the bounds of the time, for the report."""
     line = plan.roofline
     if line is None:
         return ""

@@ -229,6 +229,7 @@ def _without_middle(section: Section) -> Section:
 
 
 def _summary(folder: Path, curves: Curves) -> list[tuple[str, JsonValue]]:
+    """Returns the lines of the summary table."""
     first, last = curves.first, curves.last
     checkpoints = sorted(
         int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()

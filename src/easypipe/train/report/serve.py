@@ -34,6 +34,8 @@ def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Answers requests for the page of `runs` and for its numbers."""
+
     runs: ClassVar[Sequence[Path]]
 
     def do_GET(self) -> None:
