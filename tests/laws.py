@@ -219,6 +219,9 @@ def assert_stateless_reads(source: ShardedSource, cuts: Sequence[int] = (1, 3, 7
         with ThreadPoolExecutor(4) as pool:
             threaded = list(pool.map(lambda span, shard=shard: source.read(shard, *span), spans))
         _assert_equal_tables(threaded, whole, f"{info.name} read by threads, cut at {edges}")
+        if isinstance(source, Source):
+            assert source.at_end(shard, total), f"{info.name}: rows behind the last one"
+            assert total == 0 or not source.at_end(shard, total - 1), f"{info.name} ends early"
         if isinstance(source, Source) and type(source).scan is not Source.scan:
             scanned = source.scan(shard, 0, total)
             _assert_equal_tables([scanned.batch], whole, f"{info.name}: scan and read differ")
