@@ -504,11 +504,11 @@ def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> Pipel
 
 
 def _joined(reports: Sequence[SaveReport]) -> SaveReport:
-    books = Ledger()
+    ledger = Ledger()
     for report in reports:
-        books.extend(report.ledger)
+        ledger.extend(report.ledger)
     return SaveReport(
         folders=tuple(folder for report in reports for folder in report.folders),
-        ledger=books,
+        ledger=ledger,
         pushed=tuple(pushed for report in reports for pushed in report.pushed),
     )

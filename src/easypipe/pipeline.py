@@ -140,9 +140,9 @@ class Pipeline:
 
     def copy(self) -> Self:
         """Returns a pipeline with the same chain; what either adds from here on is its own."""
-        twin = object.__new__(type(self))
-        twin._context, twin._plan, twin._reminder = self._context, self._plan, None
-        return twin
+        clone = object.__new__(type(self))
+        clone._context, clone._plan, clone._reminder = self._context, self._plan, None
+        return clone
 
     def source(self, data: Any = None) -> Self:
         """Opens the datasets of the config, and `data` beside them.
@@ -447,15 +447,15 @@ class Pipeline:
                     )
                 )
         # in streaming the loader keeps the ledger, while it reads
-        books = Ledger() if self._config.streaming else self.ledger()
+        ledger = Ledger() if self._config.streaming else self.ledger()
         for folder in folders:
-            folder.enter(books)
-        books.check()
+            folder.enter(ledger)
+        ledger.check()
         if not self._config.streaming:
             for source in last.data.values():
                 if (said := warning_of_weights(source)) is not None:
                     log.warning("mix.weights: %s", said)
-        return SaveReport(folders=tuple(folders), ledger=books, pushed=tuple(pushed))
+        return SaveReport(folders=tuple(folders), ledger=ledger, pushed=tuple(pushed))
 
     def plan(
         self,
@@ -513,11 +513,11 @@ class Pipeline:
             LedgerError: The balances leak.
             ConfigError: The config says streaming.
         """
-        last, books = self._last_step(), Ledger()
+        last, ledger = self._last_step(), Ledger()
         self._require_cache()
         for name, source in last.data.items():
-            books.extend(ledger_of(name, source))
-        return books
+            ledger.extend(ledger_of(name, source))
+        return ledger
 
     @staticmethod
     def _only(step: _Step) -> Sources:

@@ -285,8 +285,8 @@ def _with_one_prompt(at: str, found: Kind, rows: Sequence[Row]) -> Kind:
     Raises:
         ConfigError: The conversations begin with the answer.
     """
-    talks = _is_talk(found.column("chosen"), rows)
-    if not talks or _is_talk(found.column("prompt"), rows):
+    is_chat = _is_talk(found.column("chosen"), rows)
+    if not is_chat or _is_talk(found.column("prompt"), rows):
         return found
     require(
         _begin_with_prompts(found, rows),

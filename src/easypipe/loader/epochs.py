@@ -194,7 +194,7 @@ def passes_over(
         if epoch == 0:
             return build(num_epochs)
         loader, rows_each = endless()
-        return loader._twin(
+        return loader._clone(
             PassRows(loader.rows, epoch, num_epochs, rows_each),
             dataclasses.replace(loader.config, num_epochs=num_epochs),
             seed_of_epoch(loader.seed, epoch),
@@ -215,7 +215,7 @@ def passes_of_streams(first: Loader, together: int) -> EpochLoader:
 
     def make(epoch: int) -> Loader:
         seed = seed_of_epoch(first.seed, epoch)
-        return first._twin(rows.with_seed(seed), first.config, seed)
+        return first._clone(rows.with_seed(seed), first.config, seed)
 
     loader = EpochLoader(make)
     loader._together = together

@@ -201,7 +201,7 @@ class Loader:
             version: Names what the function does. The states of a loader carry it, and a loader
                 whose transforms are others refuses them.
         """
-        return self._twin(MappedRows(self.rows, transform, version, self._seed), self.config)
+        return self._clone(MappedRows(self.rows, transform, version, self._seed), self.config)
 
     def of_rank(self, rank: int, world_size: int) -> Loader:
         """Returns a loader over the rows `rank`, `rank + world_size`, ...
@@ -210,7 +210,7 @@ class Loader:
         large. This is for programs that have ranks and no mesh. With drop_last every rank has as
         many batches.
         """
-        return self._twin(
+        return self._clone(
             RankRows(self.rows, rank, world_size, even=self.config.drop_last), self.config
         )
 
@@ -225,7 +225,7 @@ class Loader:
         Args:
             config: Other options; None keeps those of this loader.
         """
-        return self._twin(self.rows, config or self.config)
+        return self._clone(self.rows, config or self.config)
 
     def batch(self, step: int) -> Batch:
         """Makes batch `step` (from 0) in this thread, as the iteration would yield it.
@@ -401,7 +401,7 @@ class Loader:
             "remember": self._remember,
         }
 
-    def _twin(self, rows: Rows, config: LoadStageConfig, seed: int | None = None) -> Loader:
+    def _clone(self, rows: Rows, config: LoadStageConfig, seed: int | None = None) -> Loader:
         return Loader(rows, config, seed=self._seed if seed is None else seed, **self._options)
 
     def _ended(self) -> None:

@@ -219,17 +219,17 @@ class FileSource(Source):
             num_bytes: The plain bytes of a head.
             files: Takes only the first so many files; None takes all.
         """
-        twin = self.reopened()
-        twin.files = tuple(
+        clone = self.reopened()
+        clone.files = tuple(
             dataclasses.replace(file, head_bytes=num_bytes) for file in self.files[:files]
         )
-        return twin
+        return clone
 
     def reopened(self) -> Self:
         """Returns a source of the same files that has looked at none of them yet."""
-        twin = copy.copy(self)
-        twin._lock, twin._opened = threading.Lock(), None
-        return twin
+        clone = copy.copy(self)
+        clone._lock, clone._opened = threading.Lock(), None
+        return clone
 
     @property
     def files_cut(self) -> int:
@@ -245,16 +245,16 @@ class FileSource(Source):
 
         No other column is read, and what is wrong in another column spoils no row.
         """
-        twin = copy.copy(self)
-        twin.columns = _names(columns)
+        clone = copy.copy(self)
+        clone.columns = _names(columns)
         try:
             opened = self._open()
         except SchemaError:
             # Files that conflict in other columns may agree in these, so they are opened anew.
-            twin._lock = threading.Lock()
-            return twin
-        twin._opened = twin._only(opened)
-        return twin
+            clone._lock = threading.Lock()
+            return clone
+        clone._opened = clone._only(opened)
+        return clone
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Returns rows `start` to `stop` of a shard, with those that were rejected.

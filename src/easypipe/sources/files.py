@@ -373,7 +373,7 @@ def _folders(top: str, circles: list[str]) -> Iterable[str]:
 
 def _inode(file: FileRef) -> tuple[int, int] | str:
     """Returns what identifies a file, whatever its name."""
-    if file.remote or file.twin is not None:  # the Hub's client stores equal files once
+    if file.remote or file.local_copy is not None:  # the Hub's client stores equal files once
         return file.path
     try:
         status = os.stat(file.path)

@@ -51,7 +51,7 @@ class FileRef:
             rows.
         url: Where it is read, if that is not `path`; it may be signed, so it is never shown.
         storage_options: Passed to fsspec; they may hold credentials, so they are never shown.
-        twin: A copy on this machine, which is read instead.
+        local_copy: A copy on this machine, which is read instead.
         head_bytes: For a file of records, reads only those that end within so many first plain
             bytes.
     """
@@ -62,7 +62,7 @@ class FileRef:
     partitions: tuple[tuple[str, str | int | None], ...] = ()
     url: str | None = field(default=None, compare=False, repr=False)
     storage_options: StorageOptions = field(default=None, compare=False, repr=False)
-    twin: FileRef | None = field(default=None, compare=False, repr=False)
+    local_copy: FileRef | None = field(default=None, compare=False, repr=False)
     head_bytes: int | None = None
 
     @property
@@ -72,7 +72,7 @@ class FileRef:
     @property
     def here(self) -> FileRef:
         """The file to open: the copy on this machine if there is one."""
-        return self.twin or self
+        return self.local_copy or self
 
     @property
     def remote(self) -> bool:

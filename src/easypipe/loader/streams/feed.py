@@ -426,7 +426,7 @@ class Cursor:
     """The documents of one stream's share of one dataset, pass after pass.
 
     It is not thread safe: a stream owns it. Chunks are read ahead on the pool, as many as the next
-    window is expected to take (`wish`); what is read never depends on it. `bad` counts as
+    window is expected to take (`read_ahead`); what is read never depends on it. `bad` counts as
     `Place.bad` does.
     """
 
@@ -463,7 +463,7 @@ class Cursor:
         self._pass_docs = self._empty_passes = 0
         self.waiting = 0  # documents that are held
         self._asked = 0  # the waiting documents that the window at hand looks at
-        self._wish, self._wish_tokens = 0, None
+        self._needed, self._needed_tokens = 0, None
         self._chunk_docs = self._chunk_tokens = 0.0  # running means over chunks; 0: not known
 
     @property
@@ -512,14 +512,14 @@ class Cursor:
         found, self._bad_chunks = self._bad_chunks, []
         return found
 
-    def wish(self, count: int, tokens: int | None = None) -> None:
+    def read_ahead(self, count: int, tokens: int | None = None) -> None:
         """Sets how much the next window will probably take, and reads ahead.
 
         Args:
             count: The documents.
             tokens: The documents that hold so many tokens, where they are fewer.
         """
-        self._wish, self._wish_tokens = count, tokens
+        self._needed, self._needed_tokens = count, tokens
         self._read_ahead()
 
     def end_epoch(self) -> None:
@@ -604,16 +604,16 @@ class Cursor:
         )
 
     def _read_ahead(self) -> None:
-        """Asks for the next chunk, and for as many behind it as `wish` expects to need.
+        """Asks for the next chunk, and for as many behind it as `read_ahead` expects to need.
 
         A file whose end is unknown is taken to go on.
         """
         wanted = FIRST_AHEAD
         if self._chunk_docs:
-            wish = self._wish / self._chunk_docs
-            if self._wish_tokens is not None:
-                wish = min(wish, self._wish_tokens / self._chunk_tokens)
-            wanted = math.ceil(wish - (self.waiting - self._asked) / self._chunk_docs)
+            needed = self._needed / self._chunk_docs
+            if self._needed_tokens is not None:
+                needed = min(needed, self._needed_tokens / self._chunk_tokens)
+            wanted = math.ceil(needed - (self.waiting - self._asked) / self._chunk_docs)
         wanted = max(1, min(MOST_AHEAD, wanted))
         while len(self._ahead) < wanted:
             if self._ahead:

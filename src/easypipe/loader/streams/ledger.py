@@ -17,7 +17,7 @@ LEFT_OUT = "left out, for want of a full batch"
 
 
 @dataclass
-class Books:
+class StreamTotals:
     """The counters of a stream, or of all streams of a process.
 
     The last four are kept for all streams of a process together.
@@ -41,7 +41,7 @@ class Books:
     padding_rows: int = 0
 
     @classmethod
-    def total(cls, count: int, parts: Iterable[Books] = ()) -> Books:
+    def total(cls, count: int, parts: Iterable[StreamTotals] = ()) -> StreamTotals:
         """Returns the sum of the counters of several streams, as they stand now.
 
         `count` is the number of datasets.
@@ -63,7 +63,7 @@ class Books:
         return known["draws"] if known["draws"] == known["docs_dropped"] else 0
 
 
-def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
+def ledger_of(totals: StreamTotals, names: Sequence[str], spec: StreamSpec) -> Ledger:
     """Returns the ledger of a streaming loader.
 
     It balances what lies in files with what was read or not; rows with documents or rejects;
@@ -72,24 +72,27 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
     """
     ledger = Ledger()
     stage = "mix" if spec.plan.pack is None else "pack"
-    for name, counts, line in zip(names, books.datasets, books.table.tolist(), strict=True):
+    for name, counts, line in zip(names, totals.datasets, totals.table.tolist(), strict=True):
         _add_read(ledger, name, counts)
         drawn = DrawStats(**dict(zip(FIELDS, line, strict=True)))
         _add_drawn(ledger, name, counts, drawn, stage)
-    placed = int(books.table[:, FIELDS.index("tokens_placed")].sum())
+    placed = int(totals.table[:, FIELDS.index("tokens_placed")].sum())
     if spec.plan.pack is not None:
-        slots = books.packed_rows * spec.plan.pack.seq_length
+        slots = totals.packed_rows * spec.plan.pack.seq_length
         out = {"tokens": placed, "padding": slots - placed}
         ledger.add("pack", "stream", "slots", into={"slots": slots}, out=out)
         ledger.facts["pack.stream.fill"] = placed / slots if slots else 1.0
     known = {
-        "in batches": books.rows_given,
-        "before the state": books.rows_before,
-        LEFT_OUT: books.rows_left_out,
+        "in batches": totals.rows_given,
+        "before the state": totals.rows_before,
+        LEFT_OUT: totals.rows_left_out,
     }
-    out = {**known, "waiting": books.packed_rows - sum(known.values())}
-    ledger.add("load", "stream", "rows", into={"made": books.packed_rows}, out=out)
-    ledger.facts |= {"stream.rows": books.packed_rows, "stream.rows of padding": books.padding_rows}
+    out = {**known, "waiting": totals.packed_rows - sum(known.values())}
+    ledger.add("load", "stream", "rows", into={"made": totals.packed_rows}, out=out)
+    ledger.facts |= {
+        "stream.rows": totals.packed_rows,
+        "stream.rows of padding": totals.padding_rows,
+    }
     return ledger
 
 

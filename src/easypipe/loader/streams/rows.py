@@ -43,7 +43,7 @@ from easypipe.loader.rows.rows import RowReader, Rows, Share, default_width
 from easypipe.loader.rows.write import RowWriter
 from easypipe.loader.state import LoaderState
 from easypipe.loader.streams.feed import Deal, Forward, Place
-from easypipe.loader.streams.ledger import Books, ledger_of
+from easypipe.loader.streams.ledger import StreamTotals, ledger_of
 from easypipe.loader.streams.spec import StreamSpec
 from easypipe.loader.streams.state import StreamState, from_text, to_text
 from easypipe.loader.streams.stream import Made, Stream, StreamFeed, lay
@@ -168,7 +168,7 @@ class StreamRows(Rows):
         return sorted(own)
 
     def ledger(self) -> Ledger:
-        return ledger_of(Books.total(len(self.sources)), self.names, self.spec)
+        return ledger_of(StreamTotals.total(len(self.sources)), self.names, self.spec)
 
 
 class StreamReader(RowReader):
@@ -304,8 +304,8 @@ class StreamReader(RowReader):
             "rows_before": self._rows_before,
             "padding_rows": row - self._begin_row - int(added.sum()),
         }
-        books = tuple(stream.books for stream in self._streams.values())
-        return StreamMark(self._rows, states, books, counts)
+        totals = tuple(stream.totals for stream in self._streams.values())
+        return StreamMark(self._rows, states, totals, counts)
 
     def check_some_batch(self) -> None:
         """Refuses an iteration that gave no batch: training would end before it begins.
@@ -314,18 +314,18 @@ class StreamReader(RowReader):
             PlanError: Every document was longer than a row and left out.
             SourceError: No batch came of what was read.
         """
-        rows, books = (
+        rows, totals = (
             self._rows,
-            Books.total(
-                len(self._rows.sources), (stream.books for stream in self._streams.values())
+            StreamTotals.total(
+                len(self._rows.sources), (stream.totals for stream in self._streams.values())
             ),
         )
-        if rows.spec.plan.pack is not None and books.all_dropped:
-            raise nothing_fits(books.all_dropped, rows.spec.plan.pack) from None
+        if rows.spec.plan.pack is not None and totals.all_dropped:
+            raise nothing_fits(totals.all_dropped, rows.spec.plan.pack) from None
         read = [
             f"{one.dataset!r}: "
             f"{', '.join(f'{count} {what}' for what, count in one.out.items()) or 'no row'}"
-            for one in ledger_of(books, rows.names, rows.spec).entries
+            for one in ledger_of(totals, rows.names, rows.spec).entries
             if (one.stage, one.unit) == ("stream", "rows")
         ]
         raise SourceError(
@@ -428,17 +428,19 @@ class StreamReader(RowReader):
 class StreamMark(NamedTuple):
     """What stands behind some rows: the states of this process's streams, and the counters.
 
-    `counts` holds those counters of Books that are of all streams together.
+    `counts` holds those counters of StreamTotals that are of all streams together.
     """
 
     rows: StreamRows
     states: Mapping[int, StreamState]
-    books: tuple[Books, ...]
-    counts: Mapping[str, int]  # those of Books that are of all streams together
+    totals: tuple[StreamTotals, ...]
+    counts: Mapping[str, int]  # those of StreamTotals that are of all streams together
 
     def ledger(self) -> Ledger:
-        books = dataclasses.replace(Books.total(len(self.rows.sources), self.books), **self.counts)
-        return ledger_of(books, self.rows.names, self.rows.spec)
+        totals = dataclasses.replace(
+            StreamTotals.total(len(self.rows.sources), self.totals), **self.counts
+        )
+        return ledger_of(totals, self.rows.names, self.rows.spec)
 
     def hint(self) -> list[str]:
         """Returns the state of every stream. Collective where several processes read their own."""

@@ -19,7 +19,7 @@ from easypipe.loader.collate import address
 from easypipe.loader.prefetch import ReadPool
 from easypipe.loader.rows.gather import Tables
 from easypipe.loader.streams.feed import Cursor, Deal, Loaded, Piece, Place
-from easypipe.loader.streams.ledger import Books
+from easypipe.loader.streams.ledger import StreamTotals
 from easypipe.loader.streams.spec import StreamSpec
 from easypipe.loader.streams.state import StreamState
 from easypipe.plan import mix, order, plan_stats
@@ -39,7 +39,7 @@ class StreamFeed:
     (plan/order.py).
 
     Attributes:
-        books: The counters of the stream.
+        totals: The counters of the stream.
         cursors: One for each dataset, once the feed is open.
         taken: The documents of the window that was made last.
     """
@@ -53,7 +53,7 @@ class StreamFeed:
         seed = spec.plan.seed
         self._keys = [fold(seed, "stream", number, name) for name in self.names]
         self._row_key = fold(seed, "stream rows", number)
-        self.books = Books.total(len(deals))
+        self.totals = StreamTotals.total(len(deals))
         self.cursors: list[Cursor] = []
         self.taken: list[list[Piece]] = []
 
@@ -63,10 +63,10 @@ class StreamFeed:
         most, total = plan.window_docs, sum(plan.weights)
         for i, deal in enumerate(self._deals):
             passes = 0 if plan.has_epochs else plan.caps[i]
-            counts = self.books.datasets[i]
+            counts = self.totals.datasets[i]
             cursor = Cursor(deal, self.number, state.drawn[i], pool, counts, passes)
-            wish = most * plan.weights[i] // total if state.active[i] else 0
-            cursor.wish(wish, plan.window_tokens)
+            needed = most * plan.weights[i] // total if state.active[i] else 0
+            cursor.read_ahead(needed, plan.window_tokens)
             self.cursors.append(cursor)
 
     def rule(self, state: StreamState) -> WindowRule:
@@ -126,7 +126,7 @@ class StreamFeed:
         for i, (cursor, count) in enumerate(zip(self.cursors, counts.tolist(), strict=True)):
             # the document that is cut goes on waiting
             cursor.take(count - (cut is not None and cut[0] == i))
-            cursor.wish(0 if draws.ended and cut is None else count)
+            cursor.read_ahead(0 if draws.ended and cut is None else count)
         return tuple(cursor.place for cursor in self.cursors)
 
     def begin(self, epoch: int) -> tuple[Place, ...]:
@@ -157,7 +157,7 @@ class Made(NamedTuple):
         values: Where the values of each aligned column lie.
         masked: Whether there are loss masks.
         chunks: The documents of each dataset; they own the memory that `tables` points to.
-        books: The counters of the stream behind the window.
+        totals: The counters of the stream behind the window.
         bad: For each dataset, the chunks with bad rows that count from here on.
     """
 
@@ -167,7 +167,7 @@ class Made(NamedTuple):
     values: Mapping[str, UInt64]
     masked: bool
     chunks: list[list[Piece]]
-    books: Books
+    totals: StreamTotals
     bad: list[list[Loaded]]
 
     @property
@@ -186,7 +186,7 @@ class Stream:
     Attributes:
         state: The state behind the last window that was asked for, whatever was made ahead.
         ended: Whether the stream has ended there.
-        books: The counters of the stream there.
+        totals: The counters of the stream there.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Stream:
         self.ended = self._planner.ended(self.state)
         if not self.ended:
             feed.open(self.state, pool)
-        self.books = self._books()
+        self.totals = self._totals()
         self._first_epoch = self.state.epoch
         self._end_row = -1  # where the last epoch ended that `_check_some_row` saw
         # Tokens of the document that is cut where this begins: they were placed before the state
@@ -226,7 +226,7 @@ class Stream:
         self._next = None
         if made.window.num_rows:
             self.windows.append(made)
-        self.state, self.books = made.window.after, made.books
+        self.state, self.totals = made.window.after, made.totals
         self.ended = self._planner.ended(self.state)
         self.begin()
         return made
@@ -265,30 +265,30 @@ class Stream:
         tables = lay(chunks)
         masked = bool(tables.mask.any())
         values = lay_values(chunks)
-        return Made(window, window.view, tables, values, masked, chunks, self._books(), bad)
+        return Made(window, window.view, tables, values, masked, chunks, self._totals(), bad)
 
-    def _books(self) -> Books:
+    def _totals(self) -> StreamTotals:
         """Returns a copy of the counters as they stand now."""
-        return Books.total(len(self._feed.names), [self._feed.books])
+        return StreamTotals.total(len(self._feed.names), [self._feed.totals])
 
     def _enter(self, window: Window[Place], chunks: list[list[Piece]]) -> None:
         """Counts what the window holds: all but a last document of which no token stands there."""
-        spec, books, before = self._feed.spec, self._feed.books, window.state
+        spec, totals, before = self._feed.spec, self._feed.totals, window.state
         cut, placed, after = before.cut, self._placed_before, window.after.cut
         docs = slice(window.dataset.size - window.ahead)
         dataset, doc, lengths = window.dataset[docs], window.doc[docs], window.length[docs].copy()
         lengths[:1] -= placed
         start = 0 if cut is None else cut[1]
-        segments = books.table[:, plan_stats.SEGMENTS].copy()
+        segments = totals.table[:, plan_stats.SEGMENTS].copy()
         pack, layout = spec.plan.pack, window.layout
         draws = (dataset, lengths)
-        plan_stats.count(draws, layout, layout.num_rows, pack, books.table, start - placed)
+        plan_stats.count(draws, layout, layout.num_rows, pack, totals.table, start - placed)
         if spec.joined:  # only the first token of an epoch is no label
-            books.table[:, plan_stats.SEGMENTS] = segments
+            totals.table[:, plan_stats.SEGMENTS] = segments
             if cut is None and not any(any(place[1:4]) for place in before.drawn):
-                books.table[dataset[np.flatnonzero(lengths)[:1]], plan_stats.SEGMENTS] += 1
+                totals.table[dataset[np.flatnonzero(lengths)[:1]], plan_stats.SEGMENTS] += 1
         again = int(start > placed)  # a first document that was counted when it was drawn
-        for i, (counts, part) in enumerate(zip(books.datasets, chunks, strict=True)):
+        for i, (counts, part) in enumerate(zip(totals.datasets, chunks, strict=True)):
             if spec.eos is not None and part:
                 has_eos = np.concatenate([loaded.has_eos[a:b] for loaded, a, b in part])
                 mine = doc[again:][dataset[again:] == i]
@@ -298,7 +298,7 @@ class Stream:
             counts["drawn", "waiting"] = self._feed.cursors[i].waiting - waits
         if after is None or window.dataset.size > 1:
             self._placed_before = 0  # that document has ended
-        books.packed_rows += layout.num_rows
+        totals.packed_rows += layout.num_rows
 
     def _check_some_row(self, window: Window[Place]) -> None:
         """Checks that an epoch gave some row.
@@ -310,7 +310,7 @@ class Stream:
         end_row, self._end_row = self._end_row, window.after.first_row
         if end_row != self._end_row or self._planner.last_epoch is not None:
             return
-        spec, dropped = self._feed.spec, self._feed.books.all_dropped
+        spec, dropped = self._feed.spec, self._feed.totals.all_dropped
         if spec.plan.pack is not None and dropped:
             raise nothing_fits(dropped // (window.after.epoch - self._first_epoch), spec.plan.pack)
         raise ConfigError(

@@ -264,11 +264,11 @@ class RandomAccessSource(_Object):
             return self._schema
 
     def exactly(self, columns: Sequence[str]) -> RandomAccessSource:
-        twin = RandomAccessSource(
+        clone = RandomAccessSource(
             self._data, name=self._name, identity=self._identity, skip=self._skip
         )
-        twin._exact = tuple(columns)
-        return twin
+        clone._exact = tuple(columns)
+        return clone
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         require_rows(start, stop, self._rows, self._name)

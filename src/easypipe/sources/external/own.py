@@ -251,18 +251,18 @@ class OwnSource(Source):
 
     def select(self, columns: Sequence[str]) -> OwnSource:
         """Returns the same rows with only `columns`; what is read is read once for both."""
-        twin = copy.copy(self)
+        clone = copy.copy(self)
         require_columns(columns, self.schema.names, self._given.name)
-        twin._columns = tuple(
+        clone._columns = tuple(
             dict.fromkeys([*columns, ROW_NUMBER] if self._given.skip else columns)
         )
-        return twin
+        return clone
 
     def exactly(self, columns: Sequence[str]) -> OwnSource:
-        twin = copy.copy(self)
-        twin._known, twin._lock, twin._exact = {}, threading.RLock(), tuple(columns)
-        twin._kept = _Kept(self._given)
-        return twin
+        clone = copy.copy(self)
+        clone._known, clone._lock, clone._exact = {}, threading.RLock(), tuple(columns)
+        clone._kept = _Kept(self._given)
+        return clone
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Returns rows `start` to `stop`; fewer only if the shard's end is not known."""

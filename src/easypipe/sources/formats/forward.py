@@ -208,9 +208,9 @@ class ForwardSource(FileSource):
 
         The types of rows that follow are not known.
         """
-        twin = self.reopened()
-        twin._exact, twin._schemas = columns, {}
-        return twin
+        clone = self.reopened()
+        clone._exact, clone._schemas = columns, {}
+        return clone
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Returns the lines that begin in plain bytes `start` to `stop`, which may pass the end."""

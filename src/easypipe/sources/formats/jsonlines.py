@@ -81,9 +81,9 @@ class JsonShardedSource(RecordSource):
         )
 
     def exactly(self, columns: Sequence[str]) -> JsonShardedSource:
-        twin = self.reopened()
-        twin._exact = columns
-        return twin
+        clone = self.reopened()
+        clone._exact = columns
+        return clone
 
 
 def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> Rows:

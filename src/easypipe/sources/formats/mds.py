@@ -198,7 +198,7 @@ class _Indexes:
         folder = file.address.rpartition("/")[0]
         with self._lock:
             if folder not in self._folders:
-                self._folders[folder] = None if file.twin else _index(folder, file)
+                self._folders[folder] = None if file.local_copy else _index(folder, file)
             return self._folders[folder]
 
     def check(self, file: FileRef, rows: int) -> None:

@@ -156,7 +156,9 @@ class HubRepo:
             )
         return replace(
             file,
-            twin=FileRef(path=cached, num_bytes=status.st_size, identity=str(status.st_mtime_ns)),
+            local_copy=FileRef(
+                path=cached, num_bytes=status.st_size, identity=str(status.st_mtime_ns)
+            ),
         )
 
     def _info(self, revision: str | None) -> Listing:

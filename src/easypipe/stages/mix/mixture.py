@@ -350,9 +350,9 @@ class PlannedSource(Source):
 
     def over(self, mixture: Mixture) -> Self:
         """Returns these rows of another mixture of the same datasets."""
-        twin = copy.copy(self)
-        twin.mixture, twin._num_rows, twin._rows = mixture, None, {}
-        return twin
+        clone = copy.copy(self)
+        clone.mixture, clone._num_rows, clone._rows = mixture, None, {}
+        return clone
 
     def plan(self, num_epochs: int | None = 1) -> Plan:
         """Returns the plan of the rows; tokenizes what is not tokenized yet."""

@@ -315,9 +315,9 @@ def _prompt_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
     kind = source.schema.field(column).type
     options = fields_of(dataset)
     given = [name for name in PROMPT_OPTIONS if options[name] is not None]
-    talks = is_text(kind) and (given or column == "messages")
-    if is_messages(kind) or is_json(kind) or talks:
-        return _talks_of(dataset, input_columns=(column,))
+    is_chat = is_text(kind) and (given or column == "messages")
+    if is_messages(kind) or is_json(kind) or is_chat:
+        return _chat_of(dataset, input_columns=(column,))
     if given:
         raise ConfigError(
             at=given[0],
@@ -327,7 +327,7 @@ def _prompt_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
     return PromptConfig(format_type="text", input_columns=(column,))
 
 
-def _talks_of(dataset: DatasetConfig, **columns: Any) -> PromptConfig:
+def _chat_of(dataset: DatasetConfig, **columns: Any) -> PromptConfig:
     """Returns the PromptConfig of conversations; `columns` are further options of it."""
     own = {
         "template": dataset.chat_template,
@@ -363,7 +363,7 @@ def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
     alone = prompt is not None and pa.types.is_struct(column)  # a single message
     if is_messages(column) or is_json(column) or alone:
         train_on = dataset.train_on or "completion"
-        return _talks_of(dataset, **columns, train_on=train_on)
+        return _chat_of(dataset, **columns, train_on=train_on)
     check_text_answers(dataset)
     if prompt is None:
         return PromptConfig(format_type="text", **columns)

@@ -24,7 +24,7 @@ from easypipe.stages.tokenize.token_rows import encode_texts
 from easypipe.transforms.chat.render import ChatTemplate, load_chat_template
 from easypipe.transforms.chat.sandbox import Row
 from easypipe.transforms.chat.spans import Rendered
-from easypipe.transforms.prompt.config import TALKS, PromptConfig
+from easypipe.transforms.prompt.config import CHAT_FORMATS, PromptConfig
 from easypipe.transforms.prompt.formats import (
     SHARED,
     VERDICTS,
@@ -277,12 +277,12 @@ def _format(
     config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None
 ) -> ChatFormat | TemplateFormat | TextFormat:
     """Returns the format that writes the rows of a PromptConfig."""
-    talks = config.format_type in TALKS
+    is_chat = config.format_type in CHAT_FORMATS
     if lengths is not None:
         _check_lengths(config, lengths.policy)
     if config.format_type == "text" and config.rejected_column is None:
         return TextFormat(config.inputs[0])
-    if not talks:
+    if not is_chat:
         return TemplateFormat(
             config,
             tokenizer.special_strings,
@@ -332,7 +332,7 @@ def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
         "Use 'drop' or 'keep_start'.",
     )
     require(
-        policy.policy != "trim_oldest_turns" or kind in TALKS,
+        policy.policy != "trim_oldest_turns" or kind in CHAT_FORMATS,
         "length.policy",
         f"{kind!r} has no turns to trim",
         "Use 'trim_prompt_first' or 'keep_end'.",
@@ -344,10 +344,10 @@ def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
         "Use 'keep_start' or 'keep_end'.",
     )
     for name in policy.budgets or {}:
-        if kind in (*TALKS, "text") or name not in config.columns or name == config.label:
+        if kind in (*CHAT_FORMATS, "text") or name not in config.columns or name == config.label:
             have = (
                 []
-                if kind in (*TALKS, "text")
+                if kind in (*CHAT_FORMATS, "text")
                 else [column for column in config.columns if column != config.label]
             )
             raise ConfigError(

@@ -465,8 +465,11 @@ class Samples(Callback):
             "stop": (),
         }
         self._writer = Writer(Loaded(model, known.tokenizer or "", known.seen()), options)
-        talks = self._conversations
-        self._prompts = [*config.prompts, *(self._writer.opened(talks) if talks else ())]
+        conversations = self._conversations
+        self._prompts = [
+            *config.prompts,
+            *(self._writer.opened(conversations) if conversations else ()),
+        ]
         self._writer.decoder = None  # the first step consumes its arrays
         self._lines = MetricsFile(self._path, after_step=event.step)
 

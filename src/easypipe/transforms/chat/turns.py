@@ -55,10 +55,14 @@ def trimmed(
     sizes = _sizes(answers, lengths.tokenizer)
     over = np.flatnonzero(sizes > lengths.limit).tolist()
     requests = {i: row for i, row in enumerate(asked) if isinstance(row, Mapping)}
-    talks = {i: requests[i]["messages"] for i in over}
+    conversations = {i: requests[i]["messages"] for i in over}
     starts = {
-        i: [at for at in _questions(talk) if at < len(talk) - requests[i].get("answers", 0)]
-        for i, talk in talks.items()
+        i: [
+            at
+            for at in _questions(conversation)
+            if at < len(conversation) - requests[i].get("answers", 0)
+        ]
+        for i, conversation in conversations.items()
     }
     for i in over:
         detail = (
@@ -73,7 +77,7 @@ def trimmed(
         fewer = [
             {
                 **requests[i],
-                "messages": [*_system(talks[i]), *talks[i][starts[i][count - 1] :]],
+                "messages": [*_system(conversations[i]), *conversations[i][starts[i][count - 1] :]],
             }
             for i, count in tried.items()
         ]
@@ -118,8 +122,8 @@ def by_turns(template: ChatTemplate, asked: Sequence[Asked | Refused]) -> list[l
 
 def _until(request: Request, end: int) -> Request:
     """Returns the conversation up to message `end`, of which only that message is trained."""
-    talk = request["messages"][: end + 1]
-    return {**request, "messages": [_with_flag(m, i == end) for i, m in enumerate(talk)]}
+    conversation = request["messages"][: end + 1]
+    return {**request, "messages": [_with_flag(m, i == end) for i, m in enumerate(conversation)]}
 
 
 def _fewest(samples: Sequence[Sample]) -> list[Sample]:
@@ -132,10 +136,10 @@ def _fewest(samples: Sequence[Sample]) -> list[Sample]:
         said = one.text[: one.spans[-1][1]]
         for n, (later, whole) in enumerate(found):
             if one.end == OPEN and whole.text.startswith(said):
-                talk, last = list(later["messages"]), len(request["messages"]) - 1
-                talk[last] = _with_flag(talk[last], trained=True)
+                conversation, last = list(later["messages"]), len(request["messages"]) - 1
+                conversation[last] = _with_flag(conversation[last], trained=True)
                 spans = [*one.spans, *whole.spans]
-                found[n] = {**later, "messages": talk}, whole._replace(spans=spans)
+                found[n] = {**later, "messages": conversation}, whole._replace(spans=spans)
                 break
         else:
             found.insert(0, (request, one))

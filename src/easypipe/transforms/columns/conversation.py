@@ -92,14 +92,14 @@ class Chat(ColumnTransform):
         return overlaid(before, {self.into: pa.large_string()})
 
     def rows(self, rows: Rows) -> Rows:
-        talks = values_of(rows.batch.column(self.messages), keep=("role", "content"))
+        conversations = values_of(rows.batch.column(self.messages), keep=("role", "content"))
         tools = (
-            [None] * len(talks)
+            [None] * len(conversations)
             if self.tools is None
             else values_of(rows.batch.column(self.tools), keep=())
         )
         asked: list[Asked | Refused] = []
-        for talk, tool in zip(talks, tools, strict=True):  # templates take whole rows
+        for talk, tool in zip(conversations, tools, strict=True):  # templates take whole rows
             wrong = wrong_messages(talk) or wrong_tools(tool)
             row = {"messages": talk, "tools": tool or None}
             asked.append(row if wrong is None else Refused(*wrong))

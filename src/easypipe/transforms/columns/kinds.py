@@ -283,7 +283,7 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 
 CONTENT = ("content", "text", "value")  # keys under which messages of a role may have their text
 # the kinds, beside ShareGPT's, whose columns may hold messages of role and content
-_TALKS = ("messages", "preference", "unpaired", "prompt_completion", "prompts")
+_CHAT_KINDS = ("messages", "preference", "unpaired", "prompt_completion", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,14 +386,14 @@ def _kind(name: str, found: Match, rows: Sequence[Row]) -> Kind:
     """Returns the guess with what the first rows say of conversations."""
     choices, ties = found
     kind = Kind(name=cast(KindName, name), choices=choices, ties=ties)
-    if name not in (*_TALKS, "sharegpt"):
+    if name not in (*_CHAT_KINDS, "sharegpt"):
         return kind
     messages = [
         message
         for choice in choices
         if choice.slot != "tools"
-        for talk in _talks(rows, choice.column)
-        for message in talk
+        for conversation in _conversations(rows, choice.column)
+        for message in conversation
         if isinstance(message, Mapping)
     ]
     said = [message.get("from" if name == "sharegpt" else "role") for message in messages]
@@ -426,16 +426,16 @@ def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
         return text or is_list(field.type) or t.is_null(field.type)
     if slot == "label":
         return t.is_boolean(field.type)
-    talk = is_messages(field.type) or (text and bool(_talks(rows, field.name)))
-    if kind == "prompts" and not talk:
+    conversation = is_messages(field.type) or (text and bool(_conversations(rows, field.name)))
+    if kind == "prompts" and not conversation:
         return False
     if kind == "sharegpt":
-        return talk and _says(("from", "value"), field, rows)
+        return conversation and _says(("from", "value"), field, rows)
     if kind == "messages":
-        return talk and any(_says(("role", key), field, rows) for key in CONTENT)
-    if kind in _TALKS and talk:
+        return conversation and any(_says(("role", key), field, rows) for key in CONTENT)
+    if kind in _CHAT_KINDS and conversation:
         return _says(("role", "content"), field, rows)
-    return text and not talk
+    return text and not conversation
 
 
 def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Row]) -> bool:
@@ -443,11 +443,11 @@ def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Row]) -> bool:
     if is_messages(field.type):
         inside = field.type.value_type
         return all(inside.get_field_index(key) >= 0 for key in keys)
-    first = _talks(rows, field.name)[0]
+    first = _conversations(rows, field.name)[0]
     return all(isinstance(message, Mapping) and keys[0] in message for message in first)
 
 
-def _talks(rows: Sequence[Row], column: str) -> list[list[Json]]:
+def _conversations(rows: Sequence[Row], column: str) -> list[list[Json]]:
     """Returns the conversations of a column: lists, or JSON of lists if all its text is that."""
     found = [value for row in rows if (value := row.get(column))]
     if any(isinstance(value, str) for value in found):

@@ -23,7 +23,7 @@ TrainOn = Literal["all", "completion", "assistant", "last_assistant"]
 TrainOnEos = Literal["turn", "last", "none"]
 Reasoning = Literal["keep", "mask", "per_turn"]
 
-TALKS = ("chat", "openai", "sharegpt")  # formats of messages, which chat templates render
+CHAT_FORMATS = ("chat", "openai", "sharegpt")  # formats of messages, which chat templates render
 DEFAULT_COLUMNS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "chat": (("messages",), None),
     "openai": (("messages",), None),
@@ -266,9 +266,9 @@ class PromptConfig:
 
     def _check_train_on(self) -> None:
         """Checks train_on and roles_to_train for this format."""
-        kind, talks = self.format_type, self.format_type in TALKS
+        kind, is_chat = self.format_type, self.format_type in CHAT_FORMATS
         possible = ["completion", "all"]
-        if talks:
+        if is_chat:
             possible = ["assistant", "last_assistant", *possible]
         elif kind == "custom" and self.label is None:
             possible = ["all"]
@@ -294,7 +294,7 @@ class PromptConfig:
             at = f"roles_to_train[{i}]"
             require(role in SPEAKERS, at, f"{role!r} is no role", have=SPEAKERS)
         require(
-            not talks or self.few_shot is None or self.train_on != "all",
+            not is_chat or self.few_shot is None or self.train_on != "all",
             "train_on",
             "'all' would train the few_shot examples of a conversation",
             "Use 'assistant', or leave few_shot out.",
@@ -302,7 +302,9 @@ class PromptConfig:
 
     def _check_ends(self) -> None:
         """Checks train_on_eos and reasoning, which need turns or answers that are trained."""
-        every = self.train_on == "all" or (self.format_type in TALKS and self.trains_behind_prompt)
+        every = self.train_on == "all" or (
+            self.format_type in CHAT_FORMATS and self.trains_behind_prompt
+        )
         plain = self.format_type == "custom" and self.label is None
         require(
             self.train_on_eos is None or not (every or plain),
@@ -341,7 +343,9 @@ class PromptConfig:
     @property
     def answer(self) -> str | None:
         """The column that `rejected_column` replaces in a row's second text."""
-        return self.label or (self.inputs[0] if self.format_type in (*TALKS, "text") else None)
+        return self.label or (
+            self.inputs[0] if self.format_type in (*CHAT_FORMATS, "text") else None
+        )
 
     @property
     def shares_prompt(self) -> bool:
@@ -387,7 +391,7 @@ class PromptConfig:
 
     def _without_effect(self) -> list[str]:
         """Returns the options that have no effect on this format."""
-        if self.format_type in TALKS:
+        if self.format_type in CHAT_FORMATS:
             return [] if self.format_type == "sharegpt" else ["roles"]
         names = [
             "tools_column",
