@@ -29,6 +29,7 @@ _PROCESSES = (
 _LOGITS = "train/test_model_options.py::test_an_option_changes_the_logits"
 _LORA = "train/test_lora.py::"
 _TUNED = "train/test_finetune.py::"
+_DISTILL = "train/test_distill.py::"
 _PREFERENCE = "train/test_preference.py::"
 _REACH = "train/test_train_options.py::"
 _PROGRAM = _REACH + "test_loss_options_change_the_program_that_is_compiled"
@@ -122,6 +123,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output+error",
             "train/test_neftune.py::test_evaluations_have_none",
             "noise on the embeddings, in training alone",
+        ),
+        "distill": Effect(
+            "output+error",
+            _DISTILL + "test_a_run_trains_by_the_columns_of_its_data_and_goes_on_with_the_same",
+            "see DistillConfig",
         ),
         "class_weights": Effect(
             "output+error",
@@ -220,6 +226,23 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "implementation": Effect("cost", _PROGRAM, "who computes it"),
         "rule": Effect("memory+cost", _PROGRAM, "how much of the logits exists"),
         "chunk_size": Effect("memory", _PROGRAM, "how many tokens' logits exist"),
+    },
+    "DistillConfig": {
+        "weight": Effect(
+            "output",
+            _DISTILL + "test_the_loss_is_the_divergence_by_hand",
+            "what the teacher counts beside the labels",
+        ),
+        "ids": Effect(
+            "output+error",
+            _DISTILL + "test_batches_without_a_teacher_are_refused",
+            "which column has the teacher's tokens",
+        ),
+        "log_probs": Effect(
+            "output+error",
+            _DISTILL + "test_batches_without_a_teacher_are_refused",
+            "which column has their log-probs",
+        ),
     },
     "PreferenceConfig": {
         "loss": Effect(

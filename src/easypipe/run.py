@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -409,6 +409,19 @@ def _check_data(run: RunConfig, data: Pipeline, held_out: Mapping[str, Pipeline]
     return info
 
 
+def _check_teacher(run: RunConfig, at: str, columns: Collection[str]) -> None:
+    """Raises ConfigError for data without what train.distill draws the model to."""
+    distill = run.train.distill
+    for name in () if distill is None else (distill.ids, distill.log_probs):
+        require(
+            name in columns,
+            at,
+            f"has no column {name!r} beside its tokens, to which train.distill draws the model",
+            "Name it in aligned_columns of the dataset, whose rows are tokens (input_ids).",
+            have=sorted(columns),
+        )
+
+
 def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
     """Checks that pairs of answers meet a preference, and a preference meets pairs.
 
@@ -418,7 +431,8 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
     Raises:
         ConfigError: Data and preference do not fit.
     """
-    for source in pipeline.get_data().values():
+    for name, source in pipeline.get_data().items():
+        _check_teacher(run, f"{at}.datasets, {name!r}", info_of(source).aligned)
         paired = holds_pairs(source)
         preference = run.train.preference
         if preference is not None and preference.loss in UNPAIRED:

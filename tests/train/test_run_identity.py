@@ -12,6 +12,7 @@ import pytest
 from easypipe.core.config import from_dict, to_dict
 from easypipe.train.checkpoint.resume import identity_of
 from easypipe.train.config import (
+    DistillConfig,
     LossConfig,
     OptimizerConfig,
     PreferenceConfig,
@@ -24,6 +25,7 @@ BASE = {"steps": 40}
 LORA = {"lora": {}}
 PAIRS = {"preference": {}}
 MARGIN = {"preference": {"loss": "simpo"}}
+TAUGHT = {"distill": {}}
 VERDICTS = {"preference": {"loss": "kto"}}
 FLAT = {"optimizer": {"schedule": "wsd"}}
 GROUPS = {"optimizer": {"groups": [{"match": "a"}]}}
@@ -54,6 +56,10 @@ DECIDE: list[tuple[str, Any, dict[str, Any]]] = [
     ("preference.margin", 0.7, MARGIN),
     ("preference.desirable_weight", 2.0, VERDICTS),
     ("preference.undesirable_weight", 2.0, VERDICTS),
+    ("distill", {}, {}),
+    ("distill.weight", 0.9, TAUGHT),
+    ("distill.ids", "others", TAUGHT),
+    ("distill.log_probs", "others", TAUGHT),
     ("optimizer.schedule", "linear", {}),
     ("optimizer.warmup_steps", 3, {}),
     ("optimizer.final_fraction", 0.2, {}),
@@ -130,6 +136,7 @@ def test_every_option_is_tried() -> None:
         ("loss.", LossConfig),
         ("lora.", LoraConfig),
         ("preference.", PreferenceConfig),
+        ("distill.", DistillConfig),
     ):
         names = {prefix + field.name for field in dataclasses.fields(kind)}
         assert names - tried <= {"optimizer", "loss"}

@@ -167,6 +167,34 @@ class PreferenceConfig:
 
 
 @config
+class DistillConfig:
+    """Distillation: the model's distribution is drawn to that of a teacher at every target.
+
+    The data holds the teacher's k likeliest tokens in the place of every token, and their log-probs
+    (`aligned_columns`). A token whose log-probs are all 0 has no teacher, and is trained by its
+    label alone.
+    """
+
+    weight: float = 0.5  # of the divergence from the teacher; the label's loss has the rest of 1
+    ids: str = "teacher_ids"  # the column of the teacher's tokens
+    log_probs: str = "teacher_log_probs"  # the column of their log-probs, in nats
+
+    def check(self) -> None:
+        require(
+            0 < self.weight <= 1,
+            "weight",
+            f"{self.weight} is outside (0, 1]",
+            "0.5 is usual; with 1 labels are not trained.",
+        )
+        require(
+            self.ids != self.log_probs,
+            "log_probs",
+            f"{self.log_probs!r} is the column of the ids too",
+            "Name the column of the teacher's log-probs.",
+        )
+
+
+@config
 class CheckpointConfig:
     """Model, optimizer, loader state and configuration, committed together.
 
@@ -221,6 +249,7 @@ class TrainingConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     preference: PreferenceConfig | None = None  # train on pairs of answers instead of next tokens
+    distill: DistillConfig | None = None  # draw the model to a teacher whose log-probs the data has
     # a weight for each class of a classifier, in the order of their numbers: loss and nll are means
     # by them, as in torch's CrossEntropyLoss(weight=...); None: all alike
     class_weights: ListOf[float] | None = None
@@ -309,6 +338,12 @@ class TrainingConfig:
             "loss",
             "has no effect on preferences, which have a loss of their own",
             "Leave it out.",
+        )
+        require(
+            self.preference is None or self.distill is None,
+            "distill",
+            "has no effect on preferences, which have a loss of their own",
+            "Leave one of them out.",
         )
         require(
             self.preference is None or not self.measure,

@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from easypipe.core.config import digest, to_dict
+from easypipe.core.config import digest, fields_of, to_dict
 from easypipe.core.errors import ConfigError, TokenizerError, TrainError, require
 from easypipe.core.protocols import BatchLoader, Turns
 from easypipe.core.values import Arguments, Json
@@ -249,6 +249,7 @@ class Engine:
                 platform,
                 self._measures(),
                 config.class_weights,
+                config.distill,
                 self._num_tokens,
             )
         else:
@@ -258,12 +259,13 @@ class Engine:
                 "has no effect on a loss from Python, which measures its own",
                 "Leave it out.",
             )
-            require(
-                config.class_weights is None,
-                "train.class_weights",
-                "has no effect on a loss from Python",
-                "Leave one of them out.",
-            )
+            for key in ("class_weights", "distill"):
+                require(
+                    fields_of(config)[key] is None,
+                    f"train.{key}",
+                    "has no effect on a loss from Python",
+                    "Leave one of them out.",
+                )
         self.train_step = make_train_step(
             self.layout,
             self.optimizer,
@@ -336,7 +338,8 @@ class Engine:
             return self.config.preference.tells
         if isinstance(model, Classifier):
             return ("accuracy",)
-        return Measures(self.config.measure).told(sources)
+        taught = () if self.config.distill is None else ("kl",)
+        return *taught, *Measures(self.config.measure).told(sources)
 
     def check_metrics(self, state: states.TrainState, batch: Batch) -> None:
         """Checks the metrics that callbacks watch against those that a loss from Python reports.

@@ -27,7 +27,7 @@ ENDED = "ended"  # in resume_changes: continue a run that had ended
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")
 # These decide them too, but are compared only if they are set, so that the message says whether one
 # was.
-IF_THERE = ("lora", "preference", "neftune_alpha", "class_weights")
+IF_THERE = ("lora", "preference", "distill", "neftune_alpha", "class_weights")
 # Options of preferences that older checkpoints lack: compared only if they have other values.
 LATER = {"loss": "sigmoid", "margin": None, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 

@@ -32,7 +32,8 @@ from easypipe.kernels.loss.api import (
     token_entropy,
 )
 from easypipe.kernels.loss.choice import misplaced, platform_name
-from easypipe.train.config import LossConfig
+from easypipe.train.config import DistillConfig, LossConfig
+from easypipe.train.losses.distill import drawn
 from easypipe.train.losses.measures import Measures
 from easypipe.train.model.classifier import Classifier
 from easypipe.train.model.decoder import Decoder
@@ -237,6 +238,7 @@ def loss_sums(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     measures: Measures = NOTHING,
+    distill: DistillConfig | None = None,
     **options: Unpack[FusedOptions],
 ) -> LossOutput:
     """Returns the token-weighted sums of the loss of a batch, by the fused loss.
@@ -251,18 +253,22 @@ def loss_sums(
         z_loss: The weight of the z-loss.
         label_smoothing: The share of each target that is spread over the vocabulary.
         measures: What is measured into `ratios`.
+        distill: Draws the targets for which the batch has a teacher to it; `ratios` then have kl,
+            their mean divergence.
         **options: Options of fused_linear_cross_entropy, whose errors this raises.
     """
     arrays, of_model = hidden_and_head(model, batch)
     weights, weight_sum = target_weights(batch)
+    sharding = loss_sharding() if options.get("implementation") != "reference" else None
+    pull = drawn(arrays, of_model, batch, distill, weights, sharding) if distill else None
     out = fused_linear_cross_entropy(
         *arrays,
-        weights=weights,
+        weights=pull.label_weights if pull else weights,
         z_loss=z_loss,
         label_smoothing=label_smoothing,
         reduction="sum",
         with_tokens=True,
-        sharding=loss_sharding() if options.get("implementation") != "reference" else None,
+        sharding=sharding,
         **options,
         **of_model,
     )
@@ -274,6 +280,8 @@ def loss_sums(
     if "entropy" in measures.names:
         entropies = token_entropy(*arrays, sharding=loss_sharding(), **of_model)
     ratios = measures.of(batch, out.tokens.log_probs, out.tokens.correct, entropies)
+    if pull:
+        loss, ratios = loss + pull.loss_sum, {**ratios, "kl": pull.kl}
     return LossOutput(loss, count, -log_probs.sum(), {}, weight_sum, ratios)
 
 
@@ -454,6 +462,7 @@ def default_loss(
     platform: str,
     measures: Measures = NOTHING,
     class_weights: Sequence[float] | None = None,
+    distill: DistillConfig | None = None,
     num_tokens: Callable[[], int | None] = lambda: None,
 ) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
     """Returns (the loss of a module, the same loss with a second derivative).
@@ -466,6 +475,7 @@ def default_loss(
         platform: The platform of the devices that it will run on, as jax names it.
         measures: What is measured of the targets.
         class_weights: A weight for each class of a classifier.
+        distill: How the model is drawn to a teacher; refused for a loss of logits.
         num_tokens: Returns the vocabulary size of the data's tokenizer; called for logits alone.
 
     Raises:
@@ -487,8 +497,16 @@ def default_loss(
             )
         # A Pallas kernel has no second derivative; the plain XLA loss has.
         twice = {"implementation": "chunked", **options}
-        sums = functools.partial(loss_sums, measures=measures)
-        return functools.partial(sums, **options), functools.partial(loss_sums, **twice)
+        taught = functools.partial(loss_sums, distill=distill)
+        return functools.partial(taught, measures=measures, **options), functools.partial(
+            taught, **twice
+        )
+    require(
+        distill is None,
+        "train.distill",
+        "has no effect on a module without `hidden` and `lm_head`",
+        "Leave it out, or give the module these two.",
+    )
     for option in ("implementation", "rule", "chunk_size"):
         require(
             option not in options,

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 
 from easypipe.core.aligned import DESIRABLE
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.core.values import JsonObject
 from easypipe.core.visible import bytes_text
@@ -278,6 +278,12 @@ def plan_step(
         columns: The columns of the batches, all Int32.
         accumulation_steps: Micro-batches into which the loader cuts; 1 if the step does.
     """
+    require(
+        train.distill is None,
+        "train.distill",
+        "the step is compiled without data, whose columns of the teacher are not known",
+        "Leave it out: --set train.distill=null.",
+    )
     there, started = topology(on) if isinstance(on, str) else on, time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
     of_data = {"epochs": None, "batch_size": None, "callbacks": CallbacksConfig(), "measure": ()}

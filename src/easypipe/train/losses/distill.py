@@ -1,0 +1,174 @@
+"""Distillation: the model's distribution at each target is drawn to that of a teacher, of which the
+likeliest tokens stand beside the tokens.
+
+B batch · S sequence · K tokens of the teacher · D width · V vocabulary
+"""
+# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.scipy.special import logsumexp
+from jaxtyping import Bool, Float, Int
+
+from easypipe.core.errors import ConfigError, require
+from easypipe.core.schema import IGNORE
+from easypipe.core.values import Arguments
+from easypipe.kernels.loss.api import LossSharding, token_log_probs
+from easypipe.train.config import DistillConfig
+from easypipe.train.parallel.mesh import constrain, vocab_axes
+
+# hidden states and columns of the head that are multiplied at once, in numbers
+GATHERED = 1 << 25
+# by how much a teacher's probabilities may add up to more than 1, as numbers of 16 bits do
+ROUNDING = 0.02
+
+
+class Teacher(NamedTuple):
+    """What a teacher expects in the place of every label."""
+
+    ids: Int[Array, "B S K"]
+    log_probs: Float[Array, "B S K"]
+    known: Bool[Array, "B S"]  # whether there is a label, and the teacher says something of it
+
+
+class Drawn(NamedTuple):
+    """What distillation adds to the loss of a batch."""
+
+    label_weights: Float[Array, "B S"]  # what the losses of the labels count
+    loss_sum: Float[Array, ""]  # weighted divergences, over the targets
+    kl: tuple[Array, Array]  # their sum without the weight of distillation, and what divides it
+
+
+def drawn(
+    arrays: tuple[Array, ...],
+    of_model: Arguments,
+    batch: Mapping[str, Array],
+    config: DistillConfig,
+    weights: Float[Array, "B S"] | None,
+    sharding: LossSharding | None,
+) -> Drawn:
+    """What draws the model to the teacher of a batch.
+
+    Args:
+        arrays: Hidden states, head and labels.
+        of_model: Layout of the head and soft cap of the logits.
+        batch: With the teacher's columns.
+        config: Of the run.
+        weights: Of the labels; None: each counts once.
+        sharding: As for token_log_probs.
+    """
+    teacher = teacher_of(batch, config)
+    each = jnp.ones((), jnp.float32) if weights is None else weights
+    known = jnp.where(teacher.known, each, 0.0)
+    total = (divergences(*arrays, teacher, sharding=sharding, **of_model) * known).sum()
+    kl = jax.lax.stop_gradient(total), known.sum()
+    return Drawn(each - config.weight * known, config.weight * total, kl)
+
+
+def teacher_of(batch: Mapping[str, Array], config: DistillConfig) -> Teacher:
+    """The columns of a batch, shifted as labels are.
+
+    Raises ConfigError where the batch has no such columns, or of other shapes.
+    """
+    columns: list[Array] = []
+    for key, name in (("ids", config.ids), ("log_probs", config.log_probs)):
+        at, fix = f"train.distill.{key}", "Name it in aligned_columns of every dataset."
+        require(name in batch, at, f"the batches have no column {name!r}", fix, have=sorted(batch))
+        column = batch[name]
+        integers = jnp.issubdtype(column.dtype, jnp.integer)
+        if integers != (key == "ids") or column.shape[:-1] != batch["labels"].shape:
+            raise ConfigError(
+                at=at,
+                problem=f"column {name!r} is {column.dtype} of shape {column.shape}",
+                fix="Give as many integers (ids) and floats (log-probs) for every token.",
+            )
+        # the last slot's label, where it has one, stands in the next row
+        columns.append(jnp.pad(column[:, 1:], ((0, 0), (0, 1), (0, 0))))
+    ids, log_probs = columns
+    require(
+        ids.shape == log_probs.shape,
+        "train.distill",
+        f"{ids.shape[-1]} ids of the teacher for a token, and {log_probs.shape[-1]} log-probs",
+        "Give as many of both.",
+    )
+    log_probs = log_probs.astype(jnp.float32)
+    return Teacher(ids, log_probs, (batch["labels"] != IGNORE) & (log_probs != 0).any(-1))
+
+
+def divergences(
+    hidden: Float[Array, "B S D"],
+    head: Float[Array, "D V"] | Float[Array, "V D"],
+    labels: Int[Array, "B S"],
+    teacher: Teacher,
+    *,
+    layout: Literal["dv", "vd"],
+    logit_soft_cap: float | None = None,
+    sharding: LossSharding | None = None,
+) -> Float[Array, "B S"]:
+    """KL(teacher || model) at every label, in nats, 0 where the teacher says nothing; float32.
+
+    Over its K tokens, and all others as one: `sum_k p_k log(p_k / q_k) + P log(P / Q)`, with P and
+    Q what is left of 1. Never more than the divergence over the whole vocabulary. NaN where an id
+    is no token, and where the p_k add up to more than 1.
+    """
+    places = {"layout": layout, "logit_soft_cap": logit_soft_cap}
+    own = token_log_probs(hidden, head, labels, sharding=sharding, **places)
+    ids = jnp.concatenate([teacher.ids, jnp.maximum(labels, 0)[..., None]], -1)
+    logits = _logits(hidden, head, ids.astype(jnp.int32), vd=layout == "vd")
+    if logit_soft_cap is not None:
+        logits = logit_soft_cap * jnp.tanh(logits / logit_soft_cap)
+    # the label's log p and logit give the log-sum-exp of all, with its gradient
+    log_q = logits[..., :-1] - logits[..., -1:] + own[..., None]
+    given = jnp.where(teacher.known[..., None], teacher.log_probs, -jnp.inf)
+    likely, p = given > -jnp.inf, jnp.exp(given)
+    each = jnp.where(likely, p * (jnp.where(likely, given, 0.0) - log_q), 0.0)
+    total = p.sum(-1)
+    left = jnp.maximum(1 - total, 0.0)
+    of_model = logsumexp(jnp.where(likely, log_q, -1e30), axis=-1)
+    rest = left * (
+        jnp.log(jnp.maximum(left, 1e-30)) - jnp.log1p(-jnp.exp(jnp.minimum(of_model, -1e-6)))
+    )
+    found = jnp.where(total > 1 + ROUNDING, jnp.nan, each.sum(-1) + jnp.where(left > 0, rest, 0.0))
+    return jnp.where(teacher.known, found, 0.0)
+
+
+def _logits(
+    hidden: Float[Array, "B S D"], head: Array, ids: Int[Array, "B S K"], *, vd: bool
+) -> Float[Array, "B S K"]:
+    """Those of some tokens, piece by piece of the sequence; NaN of what is no token."""
+    table = constrain(head, vocab_axes(), None) if vd else constrain(head, None, vocab_axes())
+    size = head.shape[0 if vd else 1]
+    ids = jnp.where(ids < 0, size, ids)  # a negative one would count from the end
+
+    @jax.checkpoint
+    def piece(given: tuple[Array, Array]) -> Array:
+        part, wanted = given
+        rows = jnp.take(table, wanted, axis=0 if vd else 1, mode="fill", fill_value=jnp.nan)
+        form = "bsd,bskd->bsk" if vd else "bsd,dbsk->bsk"
+        return jnp.einsum(form, part, rows, preferred_element_type=jnp.float32)
+
+    batch, slots, width = hidden.shape
+    pieces = _pieces(slots, batch * width * ids.shape[-1])
+    if pieces == 1:
+        return piece((hidden, ids))
+    cut = [
+        jnp.moveaxis(array.reshape(batch, pieces, slots // pieces, array.shape[-1]), 1, 0)
+        for array in (hidden, ids)
+    ]
+    return jnp.moveaxis(jax.lax.map(piece, (cut[0], cut[1])), 0, 1).reshape(ids.shape)
+
+
+def _pieces(slots: int, numbers: int) -> int:
+    """The fewest equal pieces of a sequence of which each gathers no more than GATHERED numbers; a
+    slot each, where none is as few. numbers: that a slot gathers.
+    """
+    fitting: Sequence[int] = [
+        n for n in range(1, slots + 1) if slots % n == 0 and slots // n * numbers <= GATHERED
+    ]
+    return fitting[0] if fitting else slots
