@@ -313,3 +313,67 @@ def test_a_key_that_nobody_knows_and_files_that_are_none(tmp_path: Path) -> None
         import_config("llamafactory", path)
     with pytest.raises(ConfigError, match="no importer for 'unsloth'"):
         import_config("unsloth", path)
+
+
+def test_files_that_entries_name(tmp_path: Path) -> None:
+    """Of this machine, of a dataset of the Hub and of its revision; several of them."""
+    entries = [
+        {"path": "json", "data_files": ["a.json", "b.json"], "name": "web"},
+        {"path": "owner/pairs", "data_files": "x/a.json", "name": "web", "revision": "v1"},
+        {"path": "owner/pairs", "name": "web", "revision": "v1", "split": "train"},
+    ]
+    made = {}
+    for tool, model in (("axolotl", "base_model"), ("trl", "model_name_or_path")):
+        path = tmp_path / f"{tool}.yaml"
+        path.write_text(yaml.safe_dump({model: "m", "datasets": entries}))
+        made[tool] = import_config(tool, path)
+        local, named, whole = from_dict(RunConfig, made[tool].config).data.datasets
+        assert local.data_files == ["a.json", "b.json"]
+        assert local.subset is None
+        assert named.data_files == "hf://datasets/owner/pairs@v1/x/a.json"
+        assert (whole.data_files, whole.subset, whole.split) == ("owner/pairs", "web", "train")
+        assert whole.revision == "v1"
+        assert made[tool].left["datasets[0].name"] == made[tool].left["datasets[1].name"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "wanted"),
+    [
+        ("trl", {"loss_type": "sigmoid"}, {"loss": "sigmoid"}),
+        ("trl", {"beta": 0.2, "label_smoothing": 0.1}, {"beta": 0.2, "label_smoothing": 0.1}),
+        ("trl", {"loss_type": "ipo", "label_smoothing": 0.1}, {"label_smoothing": 0.0}),
+        ("trl", {"beta": 0.2, "precompute_ref_log_probs": True}, {"reference": "cached"}),
+        ("trl", {"undesirable_weight": 1.33}, {"loss": "kto", "undesirable_weight": 1.33}),
+        ("trl", {"loss_type": "ipo", "desirable_weight": 2.0}, {"desirable_weight": 1.0}),
+        ("trl", {"loss_type": "simpo", "simpo_gamma": 0.7}, {"margin": 0.7}),
+        ("trl", {"loss_type": "nll"}, None),
+        ("llamafactory", {"stage": "kto", "kto_chosen_weight": 2.0}, {"desirable_weight": 2.0}),
+        ("llamafactory", {"stage": "dpo", "pref_loss": "simpo", "simpo_gamma": 1.0}, {"margin": 1}),
+        ("llamafactory", {"stage": "dpo", "dpo_label_smoothing": 0.1}, {"label_smoothing": 0.1}),
+    ],
+)
+def test_options_of_preferences_that_files_spell_out(
+    tool: str, given: dict, wanted: dict | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "theirs.yaml"
+    data = {"dataset_name" if tool == "trl" else "dataset": "owner/pairs"}
+    path.write_text(yaml.safe_dump({"model_name_or_path": "m", **data, **given}))
+    made = import_config(tool, path)
+    assert {*given} <= {*made.carried}
+    run = from_dict(RunConfig, made.config)
+    if wanted is None:
+        assert run.train.preference is None
+        return
+    assert {name: getattr(run.train.preference, name) for name in wanted} == wanted
+    if tool == "trl":
+        prompt = run.data.datasets[0].prompt
+        assert (prompt.desirable_column is not None) == (wanted.get("loss") == "kto")
+
+
+def test_llamafactory_s_history_and_new_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    given = {"mask_history": True, "new_special_tokens": "<a>, <b>", "resize_vocab": True}
+    path.write_text(yaml.safe_dump({"model_name_or_path": "m", "dataset": "talks", **given}))
+    run = from_dict(RunConfig, import_config("llamafactory", path).config)
+    assert list(run.model.add_tokens) == ["<a>", "<b>"]
+    assert run.data.datasets[0].train_on == "last_assistant"

@@ -86,7 +86,7 @@ PreferenceLoss = Literal[
 ]
 UNPAIRED = ("kto", "apo_zero_unpaired")  # losses of answers that are judged one by one
 WITHOUT_REFERENCE = ("orpo", "simpo", "reward")
-_SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
 
 
 @config
@@ -129,7 +129,7 @@ class PreferenceConfig:
 
     def check(self) -> None:
         effects = (
-            ("label_smoothing", self.label_smoothing == 0 or self.loss in _SMOOTHED),
+            ("label_smoothing", self.label_smoothing == 0 or self.loss in SMOOTHED),
             ("margin", self.margin is None or self.loss == "simpo"),
             ("beta", self.loss != "reward" or not was_given(self, "beta")),
             ("desirable_weight", self.desirable_weight == 1 or self.loss in UNPAIRED),

@@ -37,18 +37,40 @@ def _from(name: str) -> JsonObject:
     return {"data_files": name, "type": "huggingface"} if hub else {"data_files": name}
 
 
+def _rows_of(left: dict[str, str], at: str, one: JsonObject) -> JsonObject:
+    """Where an entry of a list of datasets has its rows: `data_files`, one or several, of this
+    machine or of a dataset of the Hub; else a dataset of the Hub, or files. at: the entry.
+    """
+    path, files = str(one.get("path") or ""), one.get("data_files")
+    dataset = _from(str(one["path"])) if not files else {}
+    if files:
+        revision = f"@{one['revision']}" if one.get("revision") else ""
+        hub = "/" in path and "type" in _from(path)  # a bare name is a reader: json, parquet
+        start = f"hf://datasets/{path}{revision}/" if hub else ""
+        names = [start + str(name) for name in ([files] if isinstance(files, str) else files)]
+        dataset["data_files"] = names[0] if len(names) == 1 else names
+    if one.get("split") is not None:
+        dataset["split"] = one["split"]
+    for name, key in (("name", "subset"), ("revision", "revision")):
+        if one.get(name) is not None and "type" in dataset:
+            dataset[key] = one[name]
+        elif one.get(name) is not None and (name == "name" or not files):
+            left[f"{at}.{name}"] = "files have none"
+    return dataset
+
+
 def axolotl_datasets(key: Key) -> None:
     """Makes datasets of axolotl's `datasets`; leaves their keys that have no counterpart."""
     given, left = key.given, key.made.left
     found: list[JsonObject] = []
     for number, one in enumerate(key.value):
         at = f"{key.name}[{number}]"
-        dataset = _from(str(one.get("data_files") or one["path"]))
+        dataset = _rows_of(left, at, one)
         kind = str(one.get("type", "")).removesuffix(".default")
         if way(given) in WAYS:
             if kind != "chat_template":
                 left[at] = f"type {kind!r} of preferences is not known here: chat_template"
-            dataset["prompt"] = _preferred(one, judged=way(given) == "kto")
+            dataset["prompt"] = preferred(one, judged=way(given) == "kto")
             kind = "chat_template"
         elif kind == "alpaca":
             dataset["prompt"] = {"format_type": "alpaca"}
@@ -58,9 +80,6 @@ def axolotl_datasets(key: Key) -> None:
             dataset["content_field"] = one.get("field_messages", "messages")
         else:
             left[at] = f"type {kind!r} is not known here: alpaca, chat_template, completion"
-        for name, path in (("split", "split"), ("name", "subset"), ("revision", "revision")):
-            if one.get(name) is not None:
-                dataset[path] = one[name]
         known = {
             "path", "type", "data_files", "field", "field_messages", "field_chosen",
             "field_rejected", "message_property_mappings", "message_field_role",
@@ -85,7 +104,7 @@ def axolotl_datasets(key: Key) -> None:
     _sources(key, found)
 
 
-def _preferred(one: JsonObject, *, judged: bool) -> JsonObject:
+def preferred(one: JsonObject, *, judged: bool) -> JsonObject:
     """Returns the prompt of a dataset of pairs, or of answers that are judged each for itself."""
     if judged:
         columns = {"input_columns": ["prompt"], "label_column": "completion"}
@@ -105,17 +124,15 @@ def axolotl_pretraining(key: Key) -> None:
     for number, one in enumerate(
         {"path": each} if isinstance(each, str) else each for each in given
     ):
-        dataset = _from(str(one.get("data_files") or one["path"]))
+        at = f"{key.name}[{number}]"
+        dataset = _rows_of(key.made.left, at, one)
         column = one.get("text_column", one.get("field", "text"))
         dataset["content_field"] = column
-        for name, path in (("split", "split"), ("name", "subset"), ("revision", "revision")):
-            if one.get(name) is not None:
-                dataset[path] = one[name]
         known = {"path", "data_files", "name", "split", "revision", "text_column", "field", "type"}
         if one.get("type", "pretrain") not in ("pretrain", "completion"):
             known.remove("type")
         for name in one.keys() - known:
-            key.made.left[f"{key.name}[{number}].{name}"] = "no key of this name is known here"
+            key.made.left[f"{at}.{name}"] = "no key of this name is known here"
         found.append(dataset)
     _sources(key, found)
     key.put("data.streaming", True)
@@ -168,6 +185,18 @@ def _axolotl_turns(left: dict[str, str], at: str, one: JsonObject) -> JsonObject
     if one.get("train_on_eot", ends) != ends:
         left[f"{at}.train_on_eot"] = "train_on_eos is of whatever ends a turn"
     return prompt
+
+
+def trl_datasets(key: Key) -> None:
+    """The list that `trl sft` reads beside or instead of dataset_name."""
+    found: list[JsonObject] = []
+    for number, one in enumerate(key.value):
+        at = f"{key.name}[{number}]"
+        found.append(_rows_of(key.made.left, at, one))
+        # columns that nothing reads are not read
+        for name in one.keys() - {"path", "data_files", "name", "revision", "split", "columns"}:
+            key.made.left[f"{at}.{name}"] = "no key of this name is known here"
+    _sources(key, found)
 
 
 def trl_dataset(key: Key) -> None:
@@ -273,6 +302,15 @@ def trained(key: Key) -> None:
         key.say("train_on: all")
     else:
         key.carry("answers alone are trained")
+
+
+def history(key: Key) -> None:
+    """LLaMA-Factory's switch that leaves all answers but the last untrained."""
+    if key.value:
+        key.made.dataset["train_on"] = "last_assistant"
+        key.say("train_on: last_assistant")
+    else:
+        key.off()
 
 
 def held_out(key: Key) -> None:

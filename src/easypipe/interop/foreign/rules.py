@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from easypipe.core.values import Json, JsonObject, JsonValue
-from easypipe.train.config import PreferenceLoss
+from easypipe.train.config import SMOOTHED, UNPAIRED, PreferenceLoss
 
 # easypipe's projections by the names that PEFT's configs have
 PROJECTIONS = {
@@ -232,7 +232,9 @@ def adapter(key: Key) -> None:
 
 
 def new_tokens(key: Key) -> None:
-    if isinstance(key.value, Sequence) and not isinstance(key.value, str):
+    if isinstance(key.value, str):  # LLaMA-Factory's, with commas between
+        key.put("model.add_tokens", [one.strip() for one in key.value.split(",")])
+    elif isinstance(key.value, Sequence):
         key.put("model.add_tokens")
     else:  # older configs have another type here
         key.leave("the tokenizer's own are taken; see model.add_tokens")
@@ -381,11 +383,53 @@ def trl_beta(key: Key) -> None:
     )
 
 
+def judged(path: str) -> Rule:
+    """TRL's weights of answers that are judged each for itself, which KTO alone has."""
+
+    def rule(key: Key) -> None:
+        loss = key.given.get("loss_type", "kto")
+        if loss not in UNPAIRED:
+            key.carry(f"has no effect there on {loss}")
+            return
+        key.put("train.preference.loss", loss)
+        key.put(path)
+
+    return rule
+
+
+def smoothing(key: Key) -> None:
+    loss = key.given.get("loss_type", "sigmoid")
+    if key.value and loss in SMOOTHED:
+        key.put("train.preference.label_smoothing")
+    else:
+        key.carry("is off" if not key.value else f"has no effect there on {loss}")
+
+
+def simpo_margin(key: Key) -> None:
+    name = key.given.get("loss_type") or key.given.get("pref_loss")
+    if key.value and name == "simpo":
+        key.put("train.preference.margin")
+    else:
+        key.carry("is simpo's alone" if key.value else "is off")
+
+
+def reference(key: Key) -> None:
+    """Log-probs of the reference, computed before the first step where it is on."""
+    if key.value and key.given.get("loss_type") == "kto":
+        key.leave("kto compares answers under other prompts, which change with the rows")
+    elif key.value:
+        key.put("train.preference.reference", "cached")
+    else:
+        key.off()
+
+
 def loss(key: Key) -> None:
     value = key.value
     name = value[0] if isinstance(value, list) and len(value) == 1 else value
     if name == "sigmoid":
-        key.carry("is train.preference's")
+        key.put_part("train.preference")
+    elif name in ("nll", "chunked_nll"):
+        key.carry("is what a run without train.preference does")
     elif name in get_args(PreferenceLoss):
         key.put("train.preference.loss", name)
     else:

@@ -17,12 +17,15 @@ from easypipe.interop.foreign.datasets import (
     described,
     field,
     held_out,
+    history,
     listed,
     mixer,
     mixture,
+    preferred,
     template,
     trained,
     trl_dataset,
+    trl_datasets,
 )
 from easypipe.interop.foreign.rules import (
     NO_DROPOUT,
@@ -36,6 +39,7 @@ from easypipe.interop.foreign.rules import (
     beta,
     clip,
     dtype,
+    judged,
     leave,
     length,
     lora,
@@ -48,9 +52,12 @@ from easypipe.interop.foreign.rules import (
     packing,
     peft,
     preference,
+    reference,
     remat,
     reports,
     sharded,
+    simpo_margin,
+    smoothing,
     stage,
     strategy,
     targets,
@@ -155,7 +162,9 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
         _pack_answers(made, given, pairs=asked.get("loss") not in UNPAIRED)
     for dataset in made.config.get("data", {}).get("datasets", ()):
         if tool == "trl" and not {"content_field", "prompt"} & {*dataset, *made.dataset}:
-            if "preference" in made.config.get("train", {}) or "beta" in given:
+            if made.part("train.preference").get("loss") in UNPAIRED:
+                dataset["prompt"] = preferred({}, judged=True)
+            elif "preference" in made.config.get("train", {}) or "beta" in given:
                 dataset["prompt"] = {
                     "input_columns": ["chosen"],
                     "rejected_column": "rejected",
@@ -446,6 +455,7 @@ _AXOLOTL: dict[str, Rule] = {
 _TRL: dict[str, Rule] = {
     **_TRANSFORMERS,
     "dataset_name": trl_dataset,
+    "datasets": trl_datasets,
     "dataset_config": needless("in data.datasets"),
     "dataset_train_split": needless("in data.datasets"),
     "dataset_test_split": leave("name its rows under eval.held_out.datasets"),
@@ -468,6 +478,13 @@ _TRL: dict[str, Rule] = {
     "completion_only_loss": always("prompts are no targets"),
     "beta": trl_beta,
     "loss_type": loss,
+    "label_smoothing": smoothing,
+    "precompute_ref_log_probs": reference,
+    "simpo_gamma": simpo_margin,
+    "desirable_weight": judged("train.preference.desirable_weight"),
+    "undesirable_weight": judged("train.preference.undesirable_weight"),
+    "max_completion_length": leave("answers are cut by the length policy of the dataset"),
+    "truncation_mode": leave("see the length policy of the dataset: keep_start, keep_end"),
     "packing_strategy": _ROWS,
     "padding_free": needless("rows are packed, or padded, by data.pack and the collator"),
     "eos_token": leave("the tokenizer's own is taken; see data.pack.eos_token_id"),
@@ -505,6 +522,15 @@ _LLAMAFACTORY: dict[str, Rule] = {
     "plot_loss": needless("curves are drawn always"),
     "pref_beta": of_preferences(beta),
     "pref_loss": of_preferences(loss, "dpo"),
+    "simpo_gamma": of_preferences(simpo_margin, "dpo"),
+    "dpo_label_smoothing": of_preferences(to_if_on("train.preference.label_smoothing"), "dpo"),
+    "kto_chosen_weight": of_preferences(to("train.preference.desirable_weight"), "kto"),
+    "kto_rejected_weight": of_preferences(to("train.preference.undesirable_weight"), "kto"),
+    "neat_packing": needless("documents of a row never see each other"),
+    "mask_history": history,
+    "new_special_tokens": new_tokens,
+    "resize_vocab": needless("the vocabulary grows by model.add_tokens"),
+    "eval_dataset": leave("name its rows under eval.held_out.datasets"),
     "flash_attn": _CHOSEN,
     "train_on_prompt": trained,
     "quantization_bit": leave(_QUANTIZED),
