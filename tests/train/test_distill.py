@@ -162,7 +162,10 @@ def test_what_no_teacher_says_makes_the_loss_no_number() -> None:
         ({"teacher_log_probs": None}, "no column 'teacher_log_probs'"),
         ({"teacher_ids": np.zeros((8, 12, TOP), np.float32)}, "float32 of shape"),
         ({"teacher_log_probs": np.zeros((8, 12), np.float32)}, "of shape"),
-        ({"teacher_log_probs": np.zeros((8, 12, 2), np.float32)}, "and 2 log-probs"),
+        (
+            {"teacher_log_probs": np.zeros((8, 12, 2), np.float32)},
+            f"{TOP} ids of the teacher for a token, and 2 log-probs",
+        ),
     ],
 )
 def test_batches_without_a_teacher_are_refused(change: dict[str, Any], problem: str) -> None:
@@ -248,7 +251,7 @@ def test_where_it_has_no_effect_it_is_refused(tmp_path: Path) -> None:
         train(of_rows(tmp_path, dataset={"aligned_columns": {"teacher_ids": TOP}}))
     with pytest.raises(ConfigError, match=r"distill.*has no effect on preferences"):
         TrainingConfig(output_dir="x", distill=DistillConfig(), preference=PreferenceConfig())
-    with pytest.raises(ConfigError, match=r"weight.*outside \(0, 1\]"):
+    with pytest.raises(ConfigError, match=r"weight.*is outside \(0, 1\]"):
         DistillConfig(weight=0.0)
     with pytest.raises(ConfigError, match=r"log_probs.*column of the ids"):
         DistillConfig(log_probs="teacher_ids")
