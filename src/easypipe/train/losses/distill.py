@@ -66,7 +66,9 @@ def drawn(
     teacher = teacher_of(batch, config)
     each = jnp.ones((), jnp.float32) if weights is None else weights
     known = jnp.where(teacher.known, each, 0.0)
-    total = (divergences(*arrays, teacher, sharding=sharding, **of_model) * known).sum()
+    hidden, head, labels = arrays
+    found = divergences(hidden, head, labels, teacher, sharding=sharding, **of_model)
+    total = (found * known).sum()
     kl = jax.lax.stop_gradient(total), known.sum()
     return Drawn(each - config.weight * known, config.weight * total, kl)
 
