@@ -390,7 +390,7 @@ def tokens_of(pipeline: Pipeline) -> TokenInfo:
             return info
     raise ConfigError(
         at="data",
-        problem="nobody knows whose tokens these are",
+        problem="unknown tokenizer for column 'input_ids'",
         fix="Name a tokenizer, or call tokenize().",
     )
 

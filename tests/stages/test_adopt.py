@@ -147,7 +147,7 @@ def test_tokens_that_nobody_claims(tmp_path: Path) -> None:
     dataset = DatasetConfig(name="x", data_files=[{INPUT_IDS: [1, 2]}])
     with pytest.raises(
         ConfigError,
-        match=r"datasets.x.tokenizer: nobody knows whose tokens these are. Name the tokenizer",
+        match=r"datasets.x.tokenizer: unknown tokenizer for column 'input_ids'. Name the tokenizer",
     ):
         Pipeline(
             config(tmp_path, datasets=[dataset], default_tokenizer=None)

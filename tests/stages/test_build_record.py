@@ -57,7 +57,7 @@ def test_a_saved_folder_without_manifest_is_known_by_its_shards(tmp_path: Path) 
         for number in there:
             (out / f"{prefix_of(names[number])}00000-of-00001.parquet").write_bytes(b"x")
         if found is None:
-            with pytest.raises(ConfigError, match="nobody knows what made this"):
+            with pytest.raises(ConfigError, match="what made this is unknown"):
                 recall_saved(str(out), folder)
         else:
             assert recall_saved(str(out), folder)["config"] == names[found]

@@ -412,7 +412,7 @@ def test_who_speaks_is_not_guessed(tmp_path: Path) -> None:
     assert_reads(known)
     other = discover(jsonl(tmp_path / "other.jsonl", [talk("human", "bot")] * 4))
     with pytest.raises(
-        ConfigError, match=r"nobody knows who 'bot' are.*Say it: roles=\{'bot': 'assistant'\}"
+        ConfigError, match=r"unknown roles: 'bot'.*Say it: roles=\{'bot': 'assistant'\}"
     ):
         other.propose()
     said = other.propose(roles={"bot": "assistant"})

@@ -129,7 +129,7 @@ def test_format_batched(tmp_path: Path) -> None:
 def test_format_columns_announces_what_is_added(tmp_path: Path) -> None:
     with pytest.raises(
         SourceError,
-        match=r"returned a column 'size' that nobody announced .* columns=\{'size': 'string'\}",
+        match=r"returned a column 'size' whose type is unknown .* columns=\{'size': 'string'\}",
     ):
         pipeline(tmp_path, format_callback=join, format_version="1").get_data()["d"].read(0, 0, 1)
     with pytest.raises(ConfigError, match=r"^format_columns.size: 'int' is no type"):

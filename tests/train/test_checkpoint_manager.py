@@ -159,5 +159,5 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             CheckpointManager(tmp_path / "c", **options)
-    with pytest.raises(ConfigError, match="nobody knows which is best"):
+    with pytest.raises(ConfigError, match="so the best checkpoint is unknown"):
         CheckpointManager(tmp_path / "c").best()

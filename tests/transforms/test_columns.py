@@ -608,7 +608,7 @@ def test_an_unannounced_column_is_refused() -> None:
     with pytest.raises(
         SourceError,
         match=re.escape(
-            "returned a column 'x' that nobody announced (have: n). Name it with its type: "
+            "returned a column 'x' whose type is unknown (have: n). Name it with its type: "
             "columns={'x'"
         ),
     ):

@@ -107,7 +107,7 @@ def clear(
     )
     if folder.remote and done.removed:
         say(
-            "nobody knows who reads a bucket: whoever does is told that files are missing, and "
+            "readers of a bucket are unknown: whoever reads it is told that files are missing, and "
             "prepares again",
         )
     for name in done.kept:

@@ -472,7 +472,7 @@ async def _http_range(
             raise ChangedError("the server says that the file is another now")
         if packed := _packed(answer.headers):
             answer.close()  # before it is unpacked: it may be of any size
-            raise PackedError(f"the server packed it ({packed}), which nobody asked for")
+            raise PackedError(f"the server packed it ({packed}), which was not asked for")
         skipped = start  # if the server sends the whole file, the part is cut out of it
         if answer.status == 206:
             skipped = 0

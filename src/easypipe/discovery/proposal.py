@@ -267,7 +267,7 @@ def _check_roles(at: str, found: Kind, roles: Mapping[str, str]) -> None:
             likely = {name: left[min(i, len(left) - 1)] for i, name in enumerate(unknown)}
             raise ConfigError(
                 at=at,
-                problem=f"nobody knows who {' and '.join(map(repr, unknown))} are",
+                problem=f"unknown roles: {', '.join(map(repr, unknown))}",
                 have=ROLES,
                 fix=f"Say it: roles={likely}.",
             )

@@ -238,6 +238,6 @@ def _counted(shard: Shard, part: Part) -> int:
     if part.limits:
         problem, fix = "cannot be counted, so num_rows cannot be kept", "Leave num_rows out."
     else:
-        problem = f"are not counted, so nobody knows which {part.text!r} is"
+        problem = f"are not counted, so which of them {part.text!r} is stays unknown"
         fix = "Take the first rows by num_rows, or leave streaming out."
     raise SourceError(at=shard.name, problem=f"its rows {problem}", fix=fix)

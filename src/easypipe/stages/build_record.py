@@ -122,7 +122,7 @@ def recall(name: str, folder: CacheFolder) -> Json:
     fix = "Give the config that made it: easypipe verify PATH CONFIG.YAML --repair."
     kept = _read(folder, name)
     if not kept:
-        problem = "is not there, so nobody knows what made this"
+        problem = "is not there, so what made this is unknown"
         fix = f"Set EASYPIPE_CACHE to the cache folder that it was made with. Or: {fix}"
         raise ConfigError(at=str(_path(folder, name)), problem=problem, fix=fix)
     require(not kept["unknown"], str(_path(folder, name)), kept["unknown"], fix)

@@ -323,34 +323,22 @@ class TrainingConfig:
             f"{list(weights or ())} are not numbers from 0 up, of which one at least is positive",
             "Give a weight for each class; all 1 weigh alike.",
         )
-        require(
-            self.preference is None or weights is None,
-            "class_weights",
-            "has no effect on preferences, which have a loss of their own",
-            "Leave it out.",
-        )
         check_number(self, "5 is usual; leave it out for no noise.", "neftune_alpha")
         if self.steps is not None:
             check_warmup(self.optimizer, self.steps)
         mesh_config(self.mesh)
-        require(
-            self.preference is None or self.loss == LossConfig(),
-            "loss",
-            "has no effect on preferences, which have a loss of their own",
-            "Leave it out.",
-        )
-        require(
-            self.preference is None or self.distill is None,
-            "distill",
-            "has no effect on preferences, which have a loss of their own",
-            "Leave one of them out.",
-        )
-        require(
-            self.preference is None or not self.measure,
-            "measure",
-            "has no effect on preferences, which measure their own",
-            "Leave it out.",
-        )
+        for key, given, why in (
+            ("class_weights", weights is not None, "have a loss of their own"),
+            ("loss", self.loss != LossConfig(), "have a loss of their own"),
+            ("distill", self.distill is not None, "have a loss of their own"),
+            ("measure", self.measure, "measure their own"),
+        ):
+            require(
+                self.preference is None or not given,
+                key,
+                f"has no effect on preferences, which {why}",
+                "Leave it out.",
+            )
         if self.spikes is not None and self.on_nonfinite == "skip":
             patience, most = self.spikes.patience, self.max_nonfinite
             fits = patience <= most

@@ -175,7 +175,7 @@ def _axolotl_turns(left: dict[str, str], at: str, one: JsonObject) -> JsonObject
         return {"train_on": "completion"}
     roles = [ROLES.get(str(role), str(role)) for role in roles or ()]
     if unknown := [role for role in roles if role not in SPEAKERS]:
-        left[f"{at}.roles_to_train"] = f"nobody here is called {', '.join(unknown)}"
+        left[f"{at}.roles_to_train"] = f"unknown roles: {', '.join(unknown)}"
         roles = [role for role in roles if role in SPEAKERS]
     prompt: JsonObject = {"roles_to_train": roles} if roles != ["assistant"] or flagged else {}
     if ends == "all":

@@ -414,7 +414,7 @@ def decoder_of(source: ShardedSource) -> Decoder:
         if info is None:
             raise TokenizerError(
                 at=f"dataset {dataset!r}" if dataset else "rows",
-                problem="nobody knows whose tokens these are",
+                problem="unknown tokenizer for column 'input_ids'",
             )
         return same_tokenizer_again(info.tokenizer, info.tokenizer_fingerprint)
 

@@ -109,7 +109,7 @@ class Mixture:
         require(
             schedule is None or schedule.batch_sizes,
             "mix.weight_schedule",
-            "its steps are training steps, and nobody has said how many rows one has",
+            "its steps are training steps, and the number of rows in one is unknown",
             "Set load.batch_size in the pipeline's config or call load() first, or set "
             "mix.batch_size.",
         )

@@ -298,7 +298,7 @@ def _stored(name: str, source: ShardedSource, load: LoadStageConfig, asked: Aske
         *run.notes(name),
         "rows are packed already: documents are rows here, and tokens of a part of an epoch are "
         "estimated from their mean",
-        *([] if counted is not None else ["nobody recorded how many tokens these rows hold"]),
+        *([] if counted is not None else ["how many tokens these rows hold was not recorded"]),
     ]
     return dataclasses.replace(
         run.report(name),

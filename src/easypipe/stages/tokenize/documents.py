@@ -327,7 +327,7 @@ def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
     if chosen is None:
         raise ConfigError(
             at=f"datasets.{name}.tokenizer",
-            problem="nobody knows whose tokens these are",
+            problem="unknown tokenizer for column 'input_ids'",
             fix="Name the tokenizer that made them.",
         )
     return TokenizerIdentity.of(load_tokenizer(chosen)).tokens

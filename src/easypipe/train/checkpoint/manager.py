@@ -210,7 +210,7 @@ class CheckpointManager(Closeable):
         require(
             self._metric is not None,
             "best_metric",
-            "not given: nobody knows which is best",
+            "not given, so the best checkpoint is unknown",
             "CheckpointManager(best_metric=...).",
         )
         ranked = self._ranked()

@@ -489,18 +489,7 @@ def default_loss(
         "Leave them out; a column loss_weights weighs tokens.",
     )
     if isinstance(model, LanguageModel):
-        if (reason := misplaced(config.implementation, {platform_name(platform)})) is not None:
-            raise ConfigError(
-                at="train.loss.implementation",
-                problem=f"{config.implementation!r} cannot run: {reason}",
-                fix="Leave it out: the fastest for the device is chosen.",
-            )
-        # A Pallas kernel has no second derivative; the plain XLA loss has.
-        twice = {"implementation": "chunked", **options}
-        taught = functools.partial(loss_sums, distill=distill)
-        return functools.partial(taught, measures=measures, **options), functools.partial(
-            taught, **twice
-        )
+        return _fused(options, platform, measures, distill)
     require(
         distill is None,
         "train.distill",
@@ -526,6 +515,23 @@ def default_loss(
         logits_loss_sums, measures=measures, num_tokens=num_tokens(), **options
     )
     return sums, sums
+
+
+def _fused(
+    options: Arguments, platform: str, measures: Measures, distill: DistillConfig | None
+) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
+    """Returns what `default_loss` does, for a module with `hidden` and `lm_head`."""
+    implementation = options.get("implementation")
+    if (reason := misplaced(implementation, {platform_name(platform)})) is not None:
+        raise ConfigError(
+            at="train.loss.implementation",
+            problem=f"{implementation!r} cannot run: {reason}",
+            fix="Leave it out: the fastest for the device is chosen.",
+        )
+    # A Pallas kernel has no second derivative; the plain XLA loss has.
+    twice = {"implementation": "chunked", **options}
+    sums = functools.partial(loss_sums, distill=distill)
+    return functools.partial(sums, measures=measures, **options), functools.partial(sums, **twice)
 
 
 def _of_classes(

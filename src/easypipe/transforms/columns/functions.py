@@ -427,7 +427,7 @@ def _require_announced(
         if name not in schema.names:
             raise SourceError(
                 at=place(repr(transform), row=row),
-                problem=f"{function.name} returned a column {name!r} that nobody announced",
+                problem=f"{function.name} returned a column {name!r} whose type is unknown",
                 have=schema.names,
                 fix=f"Name it with its type: columns={{{name!r}: 'string'}}, which are "
                 "format_columns in a dataset's options.",
