@@ -447,7 +447,8 @@ class TransformedSource(Source):
         return Scan(pa.record_batch(wanted, schema=self._schema), by_row(rejects))
 
     def at_end(self, shard: int, position: int) -> bool:
-        return super().at_end(shard, position // self._factor)
+        counted = self.shards[shard].num_rows is not None
+        return super().at_end(shard, position if counted else position // self._factor)
 
     def raw(self, shard: int, row: int) -> str | None:
         """Returns a row as its file has it, before any transform; None if that is unknown."""
