@@ -112,7 +112,7 @@ def test_the_batch_size_comes_from_load_whoever_names_it(tmp_path: Path) -> None
         mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).load(LoadStageConfig(batch_size=5))
     with pytest.raises(
         ConfigError,
-        match=r"mix.weight_schedule: .* how many rows one has. Set load.batch_size .* or set "
+        match=r"mix.weight_schedule: .* the number of rows in one is unknown. Set load.batch_size .* or set "
         r"mix.batch_size",
     ):
         mixed(tmp_path, weight_schedule=HALF_WAY).get_data()["mixed"].prepare()  # type: ignore[attr-defined]
