@@ -1,5 +1,6 @@
-"""Distillation: the model's distribution at each target is drawn to that of a teacher, of which the
-likeliest tokens stand beside the tokens.
+"""Distillation: draws the model's distribution at each target to the likeliest tokens of a teacher.
+
+The teacher's ids and log-probs stand in the batch, beside the tokens.
 
 B batch · S sequence · K tokens of the teacher · D width · V vocabulary
 """
@@ -30,7 +31,7 @@ ROUNDING = 0.02
 
 
 class Teacher(NamedTuple):
-    """What a teacher expects in the place of every label."""
+    """The tokens that a teacher expects in the place of every label, with their log-probs."""
 
     ids: Int[Array, "B S K"]
     log_probs: Float[Array, "B S K"]
@@ -53,15 +54,15 @@ def drawn(
     weights: Float[Array, "B S"] | None,
     sharding: LossSharding | None,
 ) -> Drawn:
-    """What draws the model to the teacher of a batch.
+    """Returns what distillation adds to the loss of a batch.
 
     Args:
         arrays: Hidden states, head and labels.
-        of_model: Layout of the head and soft cap of the logits.
-        batch: With the teacher's columns.
-        config: Of the run.
-        weights: Of the labels; None: each counts once.
-        sharding: As for token_log_probs.
+        of_model: The layout of the head and the soft cap of the logits.
+        batch: The batch, which has the teacher's columns.
+        config: How the model is drawn to the teacher.
+        weights: A weight for every label; None: each counts once.
+        sharding: How the head is sharded, as for token_log_probs.
     """
     teacher = teacher_of(batch, config)
     each = jnp.ones((), jnp.float32) if weights is None else weights
@@ -74,9 +75,10 @@ def drawn(
 
 
 def teacher_of(batch: Mapping[str, Array], config: DistillConfig) -> Teacher:
-    """The columns of a batch, shifted as labels are.
+    """Returns the teacher's columns of a batch, shifted as labels are.
 
-    Raises ConfigError where the batch has no such columns, or of other shapes.
+    Raises:
+        ConfigError: The batch has no such columns, or their types or shapes do not fit.
     """
     columns: list[Array] = []
     for key, name in (("ids", config.ids), ("log_probs", config.log_probs)):
@@ -113,11 +115,12 @@ def divergences(
     logit_soft_cap: float | None = None,
     sharding: LossSharding | None = None,
 ) -> Float[Array, "B S"]:
-    """KL(teacher || model) at every label, in nats, 0 where the teacher says nothing; float32.
+    """Returns KL(teacher || model) at every label in nats, float32; 0 if the teacher has no values.
 
-    Over its K tokens, and all others as one: `sum_k p_k log(p_k / q_k) + P log(P / Q)`, with P and
-    Q what is left of 1. Never more than the divergence over the whole vocabulary. NaN where an id
-    is no token, and where the p_k add up to more than 1.
+    The sum runs over the teacher's K tokens, with all others as one:
+    `sum_k p_k log(p_k / q_k) + P log(P / Q)`, with P and Q what is left of 1. It is never more
+    than the divergence over the whole vocabulary. It is NaN where an id is not a token, and where
+    the p_k add up to more than 1.
     """
     places = {"layout": layout, "logit_soft_cap": logit_soft_cap}
     own = token_log_probs(hidden, head, labels, sharding=sharding, **places)
@@ -143,7 +146,7 @@ def divergences(
 def _logits(
     hidden: Float[Array, "B S D"], head: Array, ids: Int[Array, "B S K"], *, vd: bool
 ) -> Float[Array, "B S K"]:
-    """Those of some tokens, piece by piece of the sequence; NaN of what is no token."""
+    """Returns the logits of some tokens, computed in pieces of the sequence; NaN for other ids."""
     table = constrain(head, vocab_axes(), None) if vd else constrain(head, None, vocab_axes())
     size = head.shape[0 if vd else 1]
     ids = jnp.where(ids < 0, size, ids)  # a negative one would count from the end
@@ -167,8 +170,11 @@ def _logits(
 
 
 def _pieces(slots: int, numbers: int) -> int:
-    """The fewest equal pieces of a sequence of which each gathers no more than GATHERED numbers; a
-    slot each, where none is as few. numbers: that a slot gathers.
+    """Returns the fewest equal pieces of a sequence that each gather at most GATHERED numbers.
+
+    Args:
+        slots: The length of the sequence; as many pieces as that are returned if no number fits.
+        numbers: How many numbers a slot gathers.
     """
     fitting: Sequence[int] = [
         n for n in range(1, slots + 1) if slots % n == 0 and slots // n * numbers <= GATHERED
