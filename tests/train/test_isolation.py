@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.schema import IGNORE
+from easypipe.train.config import DistillConfig
 from easypipe.train.losses.loss import loss_sums
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from strategies import examples
@@ -142,3 +143,40 @@ def test_the_check_can_fail():
     assert not np.array_equal(
         model.hidden(data["input_ids"])[0, 5:11], model.hidden(changed)[0, 5:11]
     )
+
+
+def test_packed_distillation_equals_unpacked():
+    """What draws a document to its teacher is the same in a row with others and in one of its own."""
+    graph, params = nnx.split(Decoder(CONFIG, nnx.Rngs(3)), nnx.Param)
+    texts = documents([7, 1, 9, 5], seed=4)
+    rng = np.random.default_rng(4)
+    said = [
+        (rng.integers(0, VOCAB, (len(text), 2)), np.log(rng.dirichlet((1, 1, 1), len(text))[:, :2]))
+        for text in texts
+    ]
+
+    def summed(groups):
+        data, teachers = rows(groups), iter(said)
+        data["teacher_ids"] = np.zeros((*data["labels"].shape, 2), np.int32)
+        data["teacher_log_probs"] = np.zeros((*data["labels"].shape, 2), np.float32)
+        for row, group in enumerate(groups):
+            ends = np.cumsum([len(text) for text in group])
+            for text, end in zip(group, ends, strict=True):
+                cut = slice(end - len(text), end)
+                ids, log_probs = next(teachers)
+                data["teacher_ids"][row, cut], data["teacher_log_probs"][row, cut] = ids, log_probs
+
+        def loss(params):
+            model = nnx.merge(graph, params)
+            out = loss_sums(model, data, chunk_size=10, distill=DistillConfig())
+            return out.loss_sum, out.ratios["kl"]
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (one, kl), grads = summed([texts])
+    (other, other_kl), other_grads = summed([[text] for text in texts])
+    np.testing.assert_allclose(one, other, rtol=1e-5)
+    np.testing.assert_allclose(kl, other_kl, rtol=1e-5)
+    assert kl[1] == sum(len(text) - 1 for text in texts)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(a).max()))
