@@ -238,13 +238,24 @@ def test_damage_is_found(cache: TokenCache, tmp_path: Path) -> None:
         TokenCache(cache.path)
 
 
-def test_a_token_file_with_another_number_of_documents_is_refused(cache: TokenCache) -> None:
-    """Bytes and checksum are right, the manifest says another number of documents: every one behind
-    it would be another.
+@pytest.mark.parametrize(
+    ("next_docs", "message"),
+    [
+        (0, r"its parts hold \d+ documents of .*, its counts say \d+"),
+        (-1, r"holds \d+ rows of \['input_ids'.*, not \d+"),
+    ],
+)
+def test_a_token_file_with_another_number_of_documents_is_refused(
+    cache: TokenCache, next_docs: int, message: str
+) -> None:
+    """Bytes and checksum are right, the manifest says another number of documents, of one file or
+    in such a way that the sum is right: every document behind it would be another.
     """
-    parts = read_checked(cache.path)["parts"]
-    edit(cache.path, parts=[parts[0] | {"docs": parts[0]["docs"] + 1}, *parts[1:]])
-    with pytest.raises(CacheError, match=r"its parts hold \d+ documents of .*, its counts say \d+"):
+    first, second, *others = read_checked(cache.path)["parts"]
+    first |= {"docs": first["docs"] + 1}
+    second |= {"docs": second["docs"] + next_docs}
+    edit(cache.path, parts=[first, second, *others])
+    with pytest.raises(CacheError, match=message):
         TokenCache(cache.path).tokens(0)
 
 

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from easypipe.train import engine as engines
+from easypipe.train.events import Callback, TrainEvent
 from easypipe.train.losses.loss import loss_sums
 from easypipe.train.metrics import devices
 from easypipe.train.metrics import meter as meters
@@ -201,34 +202,45 @@ def test_a_step_is_dispatched_while_the_one_before_it_still_runs(tmp_path):
     assert sorted(handing_s[1:])[2] < 0.3 * each_s
 
 
-def test_the_time_of_an_evaluation_is_none_of_training(tmp_path, monkeypatch):
-    """An evaluation of half a second between two steps of milliseconds: rates count from behind
-    it.
+@pytest.mark.parametrize("kind", ["evaluation", "look"])
+def test_the_time_of_an_evaluation_is_none_of_training(kind, tmp_path, monkeypatch):
+    """By a clock that counts its readings, on which an evaluation takes a million: rates count
+    from behind it.
     """
-    run = Trainer(
-        Tiny,
-        settings(tmp_path, steps=6, eval_every=3),
-        Arithmetic(),
-        {"held": Arithmetic(2)},
-        mesh=MESH,
-    )
-    evaluate = run.evaluate
+    now = 0
 
-    def slowly(step, state):
-        time.sleep(0.5)
-        return evaluate(step, state)
+    def clock() -> int:
+        nonlocal now
+        now += 1
+        return now
 
-    monkeypatch.setattr(run, "evaluate", slowly)
-    run.run()
-    waited = [
-        1 / rate * ROWS * LENGTH
-        for rate in (
-            record["tokens_per_second"] for record in read_metrics(tmp_path / "metrics.jsonl")[3:5]
-        )
-        if rate
-    ]
-    assert waited, "no rate was told behind the evaluation"
-    assert max(waited) < 0.4
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=clock))
+
+    def hold_up() -> None:
+        nonlocal now
+        now += 10**6
+
+    class Looks(Callback):
+        def on_dispatch(self, event: TrainEvent) -> None:
+            if event.step == 3:
+                event.control.look()
+
+        def on_look(self, event: TrainEvent) -> None:
+            hold_up()
+
+    class Held(Arithmetic):
+        def batch(self, t: int) -> dict:
+            hold_up()
+            return super().batch(t)
+
+    config = settings(tmp_path, steps=6, eval_every=3)
+    evals, callbacks = ({"held": Held(2)}, []) if kind == "evaluation" else (None, [Looks()])
+    Trainer(Tiny, config, Arithmetic(), evals, mesh=MESH, callbacks=callbacks).run()
+    assert now > 10**6
+    rates = [one["tokens_per_second"] for one in read_metrics(tmp_path / "metrics.jsonl")[3:5]]
+    told = [rate for rate in rates if rate]
+    assert told, "no rate was told behind the evaluation"
+    assert min(told) > 1
 
 
 @pytest.mark.parametrize("known", sorted(devices._DEVICES))
