@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 from token_support import small_tokenizer_folder, texts
 
 
@@ -17,9 +18,7 @@ def easypipe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         "import sys; from easypipe.cli import main; sys.exit(main(sys.argv[1:]))",
         *arguments,
     ]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120
-    )
+    return forked.run(command, cwd=cwd)
 
 
 def write_project(folder: Path) -> Path:

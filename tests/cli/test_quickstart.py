@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import forked
 from easypipe import ConfigError
 from easypipe.cli.quickstart import MARKER, standard_library, training_texts, write_project
 from easypipe.core import storage
@@ -94,15 +95,7 @@ def keeps(library: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def run(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(
-        command(*arguments),
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    done = forked.run(command(*arguments), cwd=cwd, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -114,7 +107,7 @@ def kill_when(
     env: dict[str, str] | None = None,
     how: int = signal.SIGKILL,
 ) -> int:
-    process = subprocess.Popen(
+    process = forked.Popen(
         command(*arguments), cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 300
@@ -150,7 +143,9 @@ def saved(folder: Path) -> dict[str, bytes]:
 def whole(library: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the output of a quickstart that nobody stopped."""
     base = tmp_path_factory.mktemp("whole")
-    return base / "project", run("quickstart", "--output-dir", "project", *SMALL, cwd=base)
+    whole = command("quickstart", "--output-dir", "project", *SMALL)
+    done = subprocess.run(whole, cwd=base, stdout=subprocess.PIPE, text=True, check=True)
+    return base / "project", done.stdout
 
 
 def test_it_does_what_it_says(whole: tuple[Path, str]) -> None:

@@ -7,11 +7,12 @@ jax starts.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 SETUP = """
 import math, re, sys
@@ -200,11 +201,6 @@ print("all equal")
 )
 def test_on_eight_devices(program):
     setup = SETUP.replace("TESTS", repr(str(Path(__file__).parents[1])))
-    done = subprocess.run(
-        [sys.executable, "-c", setup + program],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = forked.run([sys.executable, "-c", setup + program])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all equal" in done.stdout

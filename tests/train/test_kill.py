@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from easypipe.train.metrics.log import read_metrics
 from train.runs import numbers
 
@@ -27,13 +28,7 @@ def environment(tmp_path_factory):
 
 
 def train(environment, folder, *options):
-    return subprocess.run(
-        [sys.executable, PROGRAM, folder, *map(str, options)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return forked.run([sys.executable, PROGRAM, folder, *map(str, options)], env=environment)
 
 
 def curve(folder):
@@ -43,8 +38,7 @@ def curve(folder):
 @pytest.fixture(scope="module")
 def whole(environment, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    done = train(environment, folder)
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, PROGRAM, folder], env=environment, check=True)
     assert [record["step"] for record in curve(folder)] == list(range(1, 31))
     return curve(folder)
 
@@ -76,7 +70,7 @@ def test_killed_while_saving_the_last_good_checkpoint_stands(environment, whole,
 
 
 def test_sigterm_saves_the_step_and_exits_with_143(environment, whole, tmp_path):
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, PROGRAM, tmp_path],
         env=environment,
         stdout=subprocess.PIPE,

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 MORE = (
     {"preset": "fsdp", "tensor": 2},
@@ -264,13 +265,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def saw(tmp_path_factory):
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path_factory.mktemp("runs"))],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, __file__, str(tmp_path_factory.mktemp("runs"))]
+    done = forked.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

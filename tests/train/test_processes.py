@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from easypipe.core.errors import ConfigError
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.config import DistributedConfig
@@ -26,11 +27,15 @@ PROGRAM = Path(__file__).with_name("process.py")
 MESH = {"data": 2, "tensor": 2}  # sums of two numbers, which are the same in any order
 
 
-def start(count: int, folder: Path, *jobs: dict) -> list[subprocess.Popen[str]]:
-    return launched(count, [str(PROGRAM), str(folder), *map(json.dumps, jobs)])
+def start(
+    count: int, folder: Path, *jobs: dict, begin: type[subprocess.Popen] = forked.Popen
+) -> list[subprocess.Popen[str]]:
+    return launched(count, [str(PROGRAM), str(folder), *map(json.dumps, jobs)], begin)
 
 
-def launched(count: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
+def launched(
+    count: int, arguments: list[str], begin: type[subprocess.Popen] = forked.Popen
+) -> list[subprocess.Popen[str]]:
     """Processes of Python that find each other, with four devices in all."""
     asked = os.environ.get("XLA_FLAGS", "")
     flags = f"{asked} --xla_force_host_platform_device_count={4 // count}"
@@ -47,9 +52,7 @@ def launched(count: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
     command = [sys.executable, *arguments]
     each = [environment | ({"JAX_PROCESS_ID": str(i)} if count > 1 else {}) for i in range(count)]
     return [
-        subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        begin(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for env in each
     ]
 
@@ -68,7 +71,8 @@ def runs(tmp_path_factory):
     four go on with it. moved: one process goes on with it on another mesh."""
     folder = tmp_path_factory.mktemp("runs")
     job = {"steps": 8, "every": 4, "mesh": MESH}
-    said = finish(start(2, folder, job | {"name": "stopped", "signal": [1, 3]}), code=143)
+    stopped = job | {"name": "stopped", "signal": [1, 3]}
+    said = finish(start(2, folder, stopped, begin=subprocess.Popen), code=143)
     stopped = max(int(path.name) for path in (folder / "stopped" / "checkpoints").iterdir())
     shutil.copytree(folder / "stopped", folder / "moved")
     four = start(4, folder, job | {"name": "stopped"})
@@ -144,7 +148,7 @@ def test_who_does_not_meet_the_others_says_so_in_time():
     cases = [(address, "early", "0"), (other, "early", "1"), (other, "late", "1")]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     started = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, "-c", ALONE, *case],
             env=environment,
             stdout=subprocess.PIPE,
@@ -251,11 +255,11 @@ def test_processes_that_a_scheduler_has_started_find_each_other(scheduler, told)
     } | {"JAX_PLATFORMS": "cpu"}
     each = [environment | told(i) for i in range(2)]
     command = [sys.executable, "-c", MET]
+    # jax takes a machine for one with TPUs while it is imported
+    begin = subprocess.Popen if scheduler == "tpu pod" else forked.Popen
     done = finish(
         [
-            subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
+            begin(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for env in each
         ]
     )
@@ -283,7 +287,7 @@ def test_a_lost_process_ends_the_others_after_its_heartbeats():
     )
     command = [sys.executable, "-c", LOST, address]
     started = [
-        subprocess.Popen(
+        forked.Popen(
             [*command, str(i)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
         for i in range(2)
@@ -324,7 +328,7 @@ def test_an_error_in_one_process_ends_all_at_once_and_is_said_in_all(fails, how,
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", FAILS, f"127.0.0.1:{free_port()}"]
     started = [
-        subprocess.Popen(
+        forked.Popen(
             [*command, str(i), str(fails), how], env=environment, stderr=subprocess.PIPE, text=True
         )
         for i in range(2)
@@ -355,7 +359,7 @@ def test_a_stop_that_all_have_agreed_on_lets_each_finish():
     command = [sys.executable, "-c", STOPS, f"127.0.0.1:{free_port()}"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     started = [
-        subprocess.Popen(
+        forked.Popen(
             [*command, str(i)],
             env=environment,
             stdout=subprocess.PIPE,
