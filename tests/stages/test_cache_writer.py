@@ -18,6 +18,7 @@ from hypothesis import given
 
 import strategies
 from easypipe.cache import writer as cache_writer
+from easypipe.cache.folder import STATS
 from easypipe.cache.ranges import cut
 from easypipe.cache.reader import TokenCache
 from easypipe.core import storage
@@ -753,3 +754,30 @@ def test_the_tokens_of_another_text_are_no_text_s_own(tmp_path: Path) -> None:
         InMemoryShardedSource({"text": ["abc"]}), tokenizer, dataset="one", cache_dir=tmp_path / "a"
     )
     assert again.tokens(0).tolist() == expected["abc"]
+
+
+def test_tokens_that_an_earlier_version_left_without_a_name_are_those_of_all_rows(
+    tmp_path: Path,
+) -> None:
+    """Where a token file does not say its name, the rows that it accounts for are held against the
+    range.
+    """
+    tokenizer = small_tokenizer()
+    for name, rows in {"own": ["abc"], "other": ["bcd", "cde"]}.items():
+        source = InMemoryShardedSource({"text": rows})
+        cache = prepare(source, tokenizer, dataset="one", cache_dir=tmp_path / name)
+        if name == "own":
+            expected = documents(cache)
+    own, other = (next((tmp_path / name).glob("tokens/*/*.arrow")) for name in ("own", "other"))
+    with pa.OSFile(str(other)) as file:
+        table = pa.ipc.open_file(file).read_all()
+    said = json.loads(table.schema.metadata[STATS])
+    del said["file"]
+    table = table.replace_schema_metadata({STATS: json.dumps(said)})
+    with pa.OSFile(str(own), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    for folder in ("manifests", "ranges"):
+        shutil.rmtree(tmp_path / "own" / folder)
+    source = InMemoryShardedSource({"text": ["abc"]})
+    again = prepare(source, tokenizer, dataset="one", cache_dir=tmp_path / "own")
+    assert documents(again) == expected
