@@ -9,6 +9,8 @@ import csv
 import gzip
 import io
 import json
+import struct
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +104,21 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
                 writer.write_table(table, max_chunksize=max(1, len(rows) // 3))
         return path
-    if ".csv" in name:
+    if name.endswith(".tar"):
+        with tarfile.open(path, "w") as tar:
+            for i, row in enumerate(rows):
+                member = tarfile.TarInfo(f"{i:04}.text")
+                member.size = len(data := row["text"].encode())
+                tar.addfile(member, io.BytesIO(data))
+        return path
+    if name.endswith(".mds"):
+        path.write_bytes(_mds([row["text"].encode() for row in rows]))
+        return path
+    if ".csv" in name or ".tsv" in name:
         text = io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(
+            text, list(rows[0]), lineterminator="\n", delimiter="\t" if ".tsv" in name else ","
+        )
         writer.writeheader()
         writer.writerows(rows)
         lines = text.getvalue().encode()
@@ -121,6 +135,15 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         lines = b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames)
     path.write_bytes(lines)
     return path
+
+
+def _mds(rows: list[bytes]) -> bytes:
+    """A shard of MosaicML streaming with one column of text."""
+    columns = {"column_names": ["text"], "column_encodings": ["str"], "column_sizes": [None]}
+    header = json.dumps(columns).encode()
+    data = [struct.pack("<I", len(row)) + row for row in rows]
+    ends = np.cumsum([4 + 4 * (len(rows) + 1) + len(header), *map(len, data)])
+    return struct.pack(f"<{len(rows) + 2}I", len(rows), *ends) + header + b"".join(data)
 
 
 def two_datasets(folder: Path, code: int = 60, docs: int = 90) -> tuple[DatasetConfig, ...]:

@@ -28,9 +28,12 @@ FORMATS = (
     "json",
     "csv",
     "csv.gz",
+    "tsv",
     "txt",
     "parquet",
     "arrow",
+    "mds",
+    "tar",
 )
 
 
@@ -39,7 +42,8 @@ def explain(folder: Path, name: str) -> Any:
     """(file, row, first token, tokens) of every segment of every batch."""
     ending = name.removeprefix("explain_").replace("_", ".")
     files = [write(folder / f"part-{i}.{ending}", rows_of(14 + i, 3 + 2 * i)) for i in range(2)]
-    datasets = [DatasetConfig(name="data", data_files=[str(file) for file in files])]
+    kind = "webdataset" if ending == "tar" else None  # a tar is read where `type` says so
+    datasets = [DatasetConfig(name="data", data_files=[str(file) for file in files], type=kind)]
     loader = chain(
         config(
             folder,

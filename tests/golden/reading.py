@@ -48,8 +48,21 @@ def over_http(folder: Path, ending: str) -> Any:
         requests = collections.Counter(f"{method} {path}" for method, path, _ in server.seen)
         return {
             "requests": dict(sorted(requests.items())),
-            "times_read": round(server.sent / sum(map(len, server.files.values())), 1),
+            "times_read": {
+                path: round(_sent(server.seen, path, len(data)) / len(data), 1)
+                for path, data in sorted(server.files.items())
+            },
         }
+
+
+def _sent(seen: list[tuple[str, str, str | None]], path: str, size: int) -> int:
+    """The bytes of a file that requests took."""
+    sent = 0
+    for method, asked, wanted in seen:
+        if (method, asked) == ("GET", path):
+            first, last = (wanted or "bytes=0-").removeprefix("bytes=").split("-")
+            sent += min(size, int(last) + 1 if last else size) - int(first)
+    return sent
 
 
 @golden()
