@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-TUTORIALS = ("quickstart", "pretrain", "conversations", "preferences")
+TUTORIALS = ("quickstart", "pretrain", "conversations", "preferences", "multihost", "custom")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+SNIPPET = re.compile(r'^--8<-- "(.+)"\n', re.MULTILINE)  # a file that the site shows
 CHECKOUT = "python -m pip install '.[train]'"  # beside a notebook there is none
 INSTALL = "(command -v easypipe || python -m pip install 'easypipe[train]')"
 SETUP = f"%%bash\n{INSTALL}\n[ -d easypipe-quickstart ] || easypipe quickstart\n"
@@ -26,7 +27,10 @@ def notebook(page: Path) -> dict[str, Any]:
     """The page as a notebook: blocks of Python and of the shell are cells that run, a config that
     is to be saved is a cell that writes it, and the rest is text.
     """
-    text = page.read_text(encoding="utf-8")
+    text = SNIPPET.sub(
+        lambda found: (page.parents[1] / found[1]).read_text(encoding="utf-8"),
+        page.read_text(encoding="utf-8"),
+    )
     cells, done, before = [], 0, ""
     if page.stem != "quickstart":  # which begins with this
         cells.append(_cell("code", SETUP))
@@ -93,7 +97,7 @@ def run(name: str, folder: str) -> None:
 
     begun = time.monotonic()
     cells = nbformat.from_dict(notebook(Path(__file__).parent / f"{name}.md"))
-    NotebookClient(cells, timeout=900, resources={"metadata": {"path": folder}}).execute()
+    NotebookClient(cells, timeout=3600, resources={"metadata": {"path": folder}}).execute()
     count = sum(cell["cell_type"] == "code" for cell in cells["cells"])
     print(f"{name}: {count} cells in {time.monotonic() - begun:.0f} s", flush=True)
 

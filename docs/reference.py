@@ -258,8 +258,8 @@ def options_page() -> str:
         "# What every option does\n",
         "Of every option of a pipeline: what can be observed of it, what it means where tokens are "
         "cached, and what with\n"
-        "`streaming=True`. Each line names a test of that effect, and an option without one fails "
-        "the tests.\n"
+        "`streaming=True`. `tests/option_effects.py` names a test of each; without one, an option "
+        "fails the tests.\n"
         "[Configuration](config.md) has types, defaults and the rules in full; those of "
         "[training](#runconfig) and of\n"
         "[the faces](#datapipelineconfig) come last.\n",

@@ -21,7 +21,7 @@ from easypipe.train.parallel.distributed import VARIABLES
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "multihost.md").read_text(encoding="utf-8")
 SLURM, JOBSET = ((ROOT / "launch" / name).read_text() for name in ("slurm.sh", "jobset.yaml"))
-SCRIPTS = [*re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL), SLURM]
+SCRIPTS = [*re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL), SLURM]
 MANIFEST = yaml.safe_load(JOBSET)
 (CONTAINER,) = MANIFEST["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
     "containers"

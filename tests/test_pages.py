@@ -139,3 +139,10 @@ def test_the_site_in_a_browser(site: Path, name: str, size: str, tmp_path: Path)
     assert wide
     assert int(wide[1]) <= 0
     assert "\\|" not in done.stdout
+
+
+def test_no_cell_of_a_table_shows_a_backslash() -> None:
+    """In backticks the one that escapes a `|` is shown."""
+    pages = sorted(Path(__file__).parents[1].joinpath("docs").glob("*.md"))
+    rows = [row for page in pages for row in page.read_text(encoding="utf-8").splitlines()]
+    assert not [row for row in rows if re.search(r"^\|.*`[^`|]*\\\|[^`]*` ", row)]

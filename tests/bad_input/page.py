@@ -5,6 +5,7 @@ python tests/bad_input/page.py
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from bad_input.case import Answer, Case, expect, try_out, warm_up
 PAGE = Path(__file__).parents[2] / "docs" / "bad_input.md"
 LONGEST = 400  # characters of a message that are shown
 ACCEPTED = "*is accepted*"
+PIPE = "\\|"  # in a table
 HEAD = """# Bad input
 
 What easypipe says of input that is wrong: the place, the cause, and what to do. Every line is a case of the tests, which try it with
@@ -39,13 +41,16 @@ def cell(text: str) -> str:
     text = re.sub(r"\b(?:[0-9a-f]{32}|[0-9a-f]{2}/[0-9a-f]{32})\b", "...", text)
     text = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", text)
     text = text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
-    return text.replace("|", "\\|")
+    return text.replace("|", PIPE)
 
 
 def shown(case: Case, answer: Answer) -> str:
     if case.says is None:
         return ACCEPTED
     said = cell(answer.said)
+    if PIPE in said:  # the backslash would be shown in backticks
+        said = html.escape(said.replace(PIPE, "|"), quote=False)
+        return f"<code>{said.replace('|', '&#124;')}</code>"
     fence = "``" if "`" in said else "`"
     return f"{fence} {said} {fence}" if fence == "``" else f"`{said}`"
 

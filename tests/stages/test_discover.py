@@ -358,7 +358,7 @@ def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"Name them: kind='prompt_completion', columns=\{'prompt': ..., 'completion': "
-        r"...\}\.$",
+        r"...\}; on the command line --column prompt=COLUMN --column completion=COLUMN\.$",
     ):
         unknown.propose(kind="prompt_completion")
     assert unknown.propose(kind="text", columns={"text": "a"}).fields["content_field"] == "a"

@@ -594,6 +594,7 @@ def test_columns_that_do_not_fit(make: Callable[[], Transform], message: str) ->
         (lambda: Expand("a", most=0), "0 rows are none"),
         (lambda: Expand("a", most=1, version="2"), "a column of lists has a type and no version"),
         (lambda: Map(shout, columns={"x": "strin"}), "Map.columns.x: 'strin' is no type"),
+        (lambda: Drop("a")([1]), "list is neither a RecordBatch nor a source with a schema"),  # type: ignore[arg-type]
         (lambda: Map(5), "5 is no function"),  # type: ignore[arg-type]
         (lambda: Chain([]), "an empty list"),
         (lambda: Chain([len]), "is no transform. Wrap a function: Map(function)."),  # type: ignore[list-item]

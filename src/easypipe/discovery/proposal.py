@@ -218,13 +218,16 @@ def propose(
     if found.name == "unknown":
         asked = "" if kind is None else f" that make {TITLES[kind]}"
         wanted = kind or "text"
-        named = ", ".join(f"{slot.name!r}: ..." for slot in SLOTS[wanted] if slot.required)
+        slots = [slot.name for slot in SLOTS[wanted] if slot.required]
+        named = ", ".join(f"{slot!r}: ..." for slot in slots)
+        typed = " ".join(f"--column {slot}=COLUMN" for slot in slots)
         others = "" if kind is not None else f"; kinds are {', '.join(SLOTS)}"
         raise ConfigError(
             at=part.name,
             problem=f"no columns{asked} among them",
             have=[column.name for column in part.columns],
-            fix=f"Name them: kind={wanted!r}, columns={{{named}}}{others}.",
+            fix=f"Name them: kind={wanted!r}, columns={{{named}}}{others}; on the command line "
+            f"{typed}.",
         )
     if found.name == "preference":
         found = _with_one_prompt(part.name, found, part.rows)

@@ -185,9 +185,16 @@ class ColumnTransform(ABC):
         """Transforms a batch, or makes a TransformedSource of a source.
 
         Raises:
+            ConfigError: It is neither.
             SourceError: The transform failed on a row of a batch; names the first.
         """
         if not isinstance(batch, pa.RecordBatch):
+            require(
+                attribute_of(batch, "schema") is not None,
+                str(self),
+                f"{type(batch).__name__} is neither a RecordBatch nor a source with a schema",
+                "For files, rows or a source of your own, call Pipeline.source().transform().",
+            )
             return TransformedSource(batch, self)
         after, rejects = self.scan(batch)
         first = next(bad_of(rejects), None)
