@@ -82,8 +82,8 @@ def in_jax(
 
         hidden, head, labels = arrays(tokens, width, vocab)
         given = (
-            jnp.asarray(hidden, dtype),
-            jnp.asarray(head.T if transposed else head, dtype),
+            jnp.asarray(hidden).astype(dtype),
+            (jnp.asarray(head).T if transposed else jnp.asarray(head)).astype(dtype),
             jnp.asarray(labels, jnp.int32),
         )
         forward = jax.jit(loss).lower(*given).compile()
@@ -308,6 +308,9 @@ def measured(name: str, shapes: Sequence[tuple[int, ...]], rounds: int) -> list[
             command += ["--shape", *map(str, shape)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else []
+    for shape, numbers in zip(shapes, found, strict=False):
+        seen = {key: value for key, value in numbers.items() if key != "sample"}
+        print(f"  {name}, {' x '.join(map(str, shape))}: {seen}", file=sys.stderr)
     ended = {"failed": f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"}
     return found + [ended] * (len(shapes) - len(found))
 
@@ -391,7 +394,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=7, help="timed rounds of each; the table shows their medians"
     )
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "out")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

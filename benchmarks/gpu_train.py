@@ -178,7 +178,7 @@ def llama(preset: Preset, options: argparse.Namespace) -> Any:
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    if options.remat != "none":
+    if options.remat == "full":
         model.gradient_checkpointing_enable()
     return model
 
@@ -330,8 +330,8 @@ def main() -> None:
     parser.add_argument(
         "--remat",
         choices=["none", "dots", "full"],
-        default="none",
-        help="for the peers: anything but none is checkpointing",
+        default="dots",
+        help="for the peers: full is checkpointing",
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default=",".join(NAMES), help="contenders, by name")

@@ -1,5 +1,5 @@
-"""The kernels for NVIDIA GPUs, interpreted on the CPU against the reference in float64; and the
-program that is lowered for CUDA.
+"""The kernels for NVIDIA GPUs against the reference in float64: interpreted on a CPU, compiled on a
+GPU (tests/test_cuda.py says how); and the program that is lowered for CUDA.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from easypipe.kernels.loss.gpu import kernel as pallas_gpu
 from easypipe.kernels.loss.gpu.rows import RowBlock
 from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective, loss_cotangents
 
+INTERPRET = jax.default_backend() == "cpu"
 # slabs of 8 tokens or columns, groups of 128 tokens, rows in several steps
 SMALL = {"slab_mib": 0, "row_columns": 64}
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -79,7 +80,7 @@ def test_the_strict_kernels_equal_the_reference(
         options = {"layout": layout, "soft_cap": soft_cap}
         exact, wanted = exactly(arrays, cotangents, **options)
         rounding = 1e-5 if dtype == jnp.float32 else 2e-2
-        run = options | {"block": SMALL, "interpret": True}
+        run = options | {"block": SMALL, "interpret": INTERPRET}
         ours = jax.jit(functools.partial(pallas_gpu.stats, **run))(arrays)
         for value, target in zip(ours, exact, strict=True):
             assert value.shape == (tokens,)
@@ -114,7 +115,7 @@ def test_float32_logits_are_not_rounded(vocab):
     arrays, cotangents = inputs(100, 64, vocab, "vd", True, jnp.bfloat16)
     options = {"layout": "vd", "soft_cap": None}
     exact, wanted = exactly(arrays, cotangents, **options)
-    run = {"block": SMALL, "interpret": True, **options}
+    run = {"block": SMALL, "interpret": INTERPRET, **options}
     errors = {}
     for wish in (False, True):
 
@@ -140,7 +141,7 @@ def test_the_head_gradient_is_rounded_once_however_small_the_slabs_are():
     """
     arrays, cotangents = inputs(256, 16, 72, "vd", False, jnp.bfloat16)
     lse = np.full(256, 6.0, np.float32)
-    run = functools.partial(pallas_gpu.gradients, layout="vd", soft_cap=None, interpret=True)
+    run = functools.partial(pallas_gpu.gradients, layout="vd", soft_cap=None, interpret=INTERPRET)
     small, large = (
         jax.jit(functools.partial(run, block={**SMALL, "slab_mib": mib}))(arrays, lse, cotangents)
         for mib in (0, 256)
@@ -157,7 +158,11 @@ def test_the_rows_equal_those_of_xla(vocab, soft_cap):
     labels = rng.integers(-1, vocab + 1, 7).astype(np.int32)
     weights = np.array([1, 0, 2, 0.5, 1, 1, 0], np.float32)
     objective = Objective(z_loss=0.01, label_smoothing=0.1, vocab=vocab)
-    options = {"block": RowBlock(columns=64, num_warps=4), "interpret": True, "soft_cap": soft_cap}
+    options = {
+        "block": RowBlock(columns=64, num_warps=4),
+        "interpret": INTERPRET,
+        "soft_cap": soft_cap,
+    }
 
     @jax.jit
     def program(logits, labels, weights):
@@ -182,7 +187,11 @@ def test_the_rows_equal_those_of_xla(vocab, soft_cap):
 def test_float32_gradients_are_given_where_they_are_asked_for():
     arrays, cotangents = inputs(16, 4, 24, "vd", True, jnp.bfloat16)
     run = functools.partial(
-        pallas_gpu.gradients, layout="vd", soft_cap=None, grad_dtype=jnp.float32, interpret=True
+        pallas_gpu.gradients,
+        layout="vd",
+        soft_cap=None,
+        grad_dtype=jnp.float32,
+        interpret=INTERPRET,
     )
     gradients = jax.eval_shape(run, arrays, cotangents[0], cotangents)
     assert {value.dtype for value in gradients} == {jnp.dtype("float32")}

@@ -325,7 +325,7 @@ def test_rows_of_the_table_reach_the_row_kernels(user_table, rule):
             )
         )
 
-    assert num_warps() == {"32"}
+    assert num_warps() == {"8"}
     extend_table(
         user_table,
         [

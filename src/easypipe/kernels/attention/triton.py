@@ -51,26 +51,41 @@ class Options(NamedTuple):
     interpret: bool
 
 
-class Blocks(NamedTuple):
-    """The slots of a block.
+class Way(NamedTuple):
+    """How a kernel runs.
 
     Attributes:
-        queries: Of queries, in the forward pass.
-        keys: Of keys, in the forward pass.
-        backward: Of queries and of keys, in the backward pass.
+        warps: The warps of a program.
+        stages: The steps of its loop whose blocks are in shared memory at once.
     """
 
-    queries: int = 128
-    keys: int = 64
-    backward: int = 64
+    warps: int
+    stages: int
+
+
+class Blocks(NamedTuple):
+    """The slots of a block, of queries and of keys, and how each kernel runs."""
+
+    slots: int
+    forward: Way
+    d_query: Way
+    d_key: Way
 
 
 def blocks_of(query: Array) -> Blocks:
-    """Returns blocks that fit a multiprocessor of an H100; they are not timed yet.
+    """Returns the blocks by the bytes of a head.
 
-    Its limits are the registers and 227 KiB of shared memory.
+    Those of at most 512 bytes were the fastest on an H200 in bfloat16 (heads of 64, 128 and 256
+    numbers, 4,096 slots); larger ones fit its 227 KiB of shared memory and are not timed.
     """
-    return Blocks(64, 32, 32) if query.shape[-1] * query.dtype.itemsize > 512 else Blocks()
+    head_bytes = query.shape[-1] * query.dtype.itemsize
+    if head_bytes <= 128:
+        return Blocks(64, Way(4, 2), Way(4, 3), Way(4, 3))
+    if head_bytes <= 256:
+        return Blocks(64, Way(4, 3), Way(4, 2), Way(4, 2))
+    if head_bytes <= 512:
+        return Blocks(64, Way(4, 3), Way(4, 2), Way(8, 1))
+    return Blocks(32, Way(8, 2), Way(8, 2), Way(8, 2))
 
 
 _Kept = tuple[Array, Array, Array, Runs, Array, Array]  # query, key, value, runs, mixed, lse
@@ -119,14 +134,14 @@ def _forward(
     query: Array, key: Array, value: Array, runs: Runs, options: Options
 ) -> tuple[Array, Array]:
     """Returns the mixed values, and the log-sum-exp of the scores in units of log 2: [B, H, Q]."""
-    batch, queries, heads, width = query.shape
+    batch, queries, heads, _ = query.shape
     blocks = blocks_of(query)
-    spec = _Specs(query, key, blocks.queries)
-    kernel = functools.partial(_forward_kernel, options=options, keys=blocks.keys)
+    spec = _Specs(query, key, blocks.slots)
+    kernel = functools.partial(_forward_kernel, options=options, keys=blocks.slots)
     return pl.pallas_call(
         kernel,
         name="easypipe_attention",
-        grid=(queries // blocks.queries, batch, heads),
+        grid=(queries // blocks.slots, batch, heads),
         in_specs=[
             spec.query_block(),
             spec.all_keys(),
@@ -139,7 +154,7 @@ def _forward(
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
         ],
-        **_how(options, warps=8 if width > 64 else 4),
+        **_how(options, blocks.forward),
     )(query, key, value, runs.slot_Q, runs.first_BQ)
 
 
@@ -182,8 +197,9 @@ def _forward_kernel(
 
 def _query_gradient(query, key, value, d_mixed, lse, delta, runs: Runs, options: Options) -> Array:
     """Returns the gradient of the queries, by blocks of queries."""
-    batch, queries, heads, width = query.shape
-    rows = blocks_of(query).backward
+    batch, queries, heads, _ = query.shape
+    blocks = blocks_of(query)
+    rows = blocks.slots
     spec = _Specs(query, key, rows)
     kernel = functools.partial(_query_gradient_kernel, options=options, keys=rows)
     of_queries = [spec.query_block(), spec.sums_block(), spec.sums_block()]
@@ -201,7 +217,7 @@ def _query_gradient(query, key, value, d_mixed, lse, delta, runs: Runs, options:
         ],
         out_specs=spec.query_block(),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        **_how(options, warps=8 if width > 128 else 4),
+        **_how(options, blocks.d_query),
     )(query, key, value, d_mixed, lse, delta, runs.slot_Q, runs.first_BQ)
 
 
@@ -242,7 +258,8 @@ def _key_gradients(
     """Returns the gradients of keys and values, by blocks of keys."""
     batch, slots, key_heads, width = key.shape
     queries, group = query.shape[1], query.shape[2] // key_heads
-    rows = blocks_of(query).backward
+    blocks = blocks_of(query)
+    rows = blocks.slots
     block = pl.BlockSpec((None, rows, None, width), lambda i, b, k: (b, i, k, 0))
     of_group = pl.BlockSpec((None, queries, None, group, width), lambda i, b, k: (b, 0, k, 0, 0))
     sums = pl.BlockSpec((None, None, group, queries), lambda i, b, k: (b, k, 0, 0))
@@ -272,7 +289,7 @@ def _key_gradients(
             jax.ShapeDtypeStruct(key.shape, key.dtype),
             jax.ShapeDtypeStruct(value.shape, value.dtype),
         ],
-        **_how(options, warps=8 if width > 64 else 4),
+        **_how(options, blocks.d_key),
     )(key, value, *grouped, *scalars, runs.slot_Q, runs.first_BQ, runs.last_BS)
 
 
@@ -366,8 +383,8 @@ class _Specs:
         return pl.BlockSpec((None, self.rows), lambda i, b, h: (b, i))
 
 
-def _how(options: Options, *, warps: int) -> Arguments:  # keyword arguments of two types
+def _how(options: Options, way: Way) -> Arguments:  # keyword arguments of two types
     return {
-        "compiler_params": plgpu.CompilerParams(num_warps=warps, num_stages=2),
+        "compiler_params": plgpu.CompilerParams(num_warps=way.warps, num_stages=way.stages),
         "interpret": options.interpret,
     }

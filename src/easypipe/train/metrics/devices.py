@@ -147,6 +147,11 @@ def advice(
     """
     said = []
     rows = batch_size / (mesh.shape["data"] * mesh.shape["fsdp"]) / train.accumulate_steps
+    if model is not None and model.remat == "none":
+        said.append(
+            "model.remat: \"dots\" (now 'none'): keeps the results of matrix products alone, and "
+            "computes none of them again"
+        )
     if model is not None and model.remat != "full":
         said.append(
             f'model.remat: "full" (now {model.remat!r}): activations of one layer in place of all; '

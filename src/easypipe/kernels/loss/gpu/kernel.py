@@ -338,8 +338,8 @@ def row_options(hidden: Array, lm_head: Array, layout: Layout) -> dict[str, RowB
 def neighbours(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Yields what `easypipe kernels tune` tries beside `blocks`, one change at a time."""
     yield {**blocks, "slab_mib": DEFAULT_BLOCKS["slab_mib"] // 2}
-    yield from ({**blocks, "row_columns": columns} for columns in (4096, 16384))
-    yield from ({**blocks, "row_warps": warps} for warps in (8, 16))
+    yield from ({**blocks, "row_columns": columns} for columns in (2048, 8192))
+    yield from ({**blocks, "row_warps": warps} for warps in (4, 16))
 
 
 def _even(total: int, most: int) -> int:
