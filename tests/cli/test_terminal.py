@@ -27,6 +27,7 @@ from easypipe.cli.arguments import complete_config
 from easypipe.cli.init import Kind
 from easypipe.cli.terminal import Terminal
 from easypipe.core.config import load_yaml
+from easypipe.core.ledger import Ledger
 from easypipe.core.locks import training
 from easypipe.core.protocols import ProgressEvent
 from easypipe.train.events import TrainEvent
@@ -360,3 +361,13 @@ def test_nothing_of_progress_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatc
     words = set(re.split(r"\s+", seen))
     assert {"loss", "ppl", "123,456", "tok/s", "MFU", "41.2%", "3.1%", "rows/s,", "go"} <= words
     assert "…" not in seen
+
+
+def test_names_in_the_ledger_are_whole_at_80_columns() -> None:
+    name = "eval.held_out.conversations"
+    ledger = Ledger()
+    ledger.add("tokenize", name, "tokens", into={"read": 10**9}, out={"written": 10**9})
+    drawn = io.StringIO()
+    Terminal(file=drawn, width=80, _environ={}).print(show.ledger_table(ledger))
+    cells = [line.split("│")[2].strip() for line in drawn.getvalue().splitlines() if "│" in line]
+    assert "".join(cells) == name

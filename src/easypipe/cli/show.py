@@ -179,7 +179,7 @@ def ledger_table(ledger: Ledger) -> Table:
 
     table = Table(title="Ledger: where every row and token went", title_justify="left")
     for column in ("stage", "dataset", "unit"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # a name is never cut
     table.add_column("in", justify="right")
     table.add_column("out")
     for entry in ledger.entries:
