@@ -401,7 +401,7 @@ class Rowless(ShardedDataSource):
             "data_files: a generator can be read only once, .* Give the function that makes it, "
             "without calling it",
         ),
-        (Mine, "data_files: <class .*Mine'> is neither a path nor rows. Give"),
+        (Mine, r"<class .*Mine'> is neither a path nor rows. .* of this class: Mine\(\.\.\.\)"),
         (
             ShardedDataSource(),
             r"data_files: ShardedDataSource has neither open_shard\(name\) nor read",

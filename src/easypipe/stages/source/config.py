@@ -372,7 +372,9 @@ def _check_paths(files: Any) -> None:
             raise ConfigError(
                 at=at,
                 problem=f"{path!r} is neither a path nor rows",
-                fix="Give a path, a glob, a list, or a table.",
+                fix=f"Give an object of this class: {path.__name__}(...)."
+                if isinstance(path, type)
+                else "Give a path, a glob, a list, or a table.",
             )
     require(paths, "data_files", "an empty list", "Give at least one path or row.")
 
