@@ -218,6 +218,8 @@ def test_init_writes_a_config_once(
     assert main(["init", kind]) == 0
     written = tmp_path / f"{kind}.yaml"
     assert written.read_bytes() == (ROOT / "configs" / written.name).read_bytes()
+    commands = re.findall(r"^#   easypipe .*?(\S+\.yaml)", written.read_text(), re.MULTILINE)
+    assert {*commands} == {written.name}
     assert (tmp_path / "easypipe.schema.json").is_file()
     assert "easypipe train" in capsys.readouterr().out
     written.write_text("seed: 1\n")
@@ -338,6 +340,9 @@ def test_progress_without_a_terminal(
 )
 def test_evaluations_are_told(seen: dict[str, float | None], told: str) -> None:
     assert show.quality(seen) == told
+    record = {"loss": 1.0} | seen
+    line = show.training_line(TrainEvent(kind="step", step=1, steps=2, record=record))
+    assert line.partition("  ")[2] == ("" if seen["ppl"] is None else told)
 
 
 def test_nothing_of_progress_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

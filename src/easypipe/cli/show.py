@@ -121,37 +121,36 @@ def training() -> Iterator[TrainListener]:
         yield listen
 
 
-def quality(seen: Json) -> str:
-    """Returns an evaluation's quality beside its loss, as text.
+QUALITY = (
+    ("accuracy", "accuracy {:.2%}"),
+    ("reward_accuracy", "reward accuracy {:.2%}"),
+    ("ppl", "ppl {:.1f}"),
+)
+
+
+def quality(seen: Json, unknown: str = "ppl beyond any number") -> str:
+    """Returns the quality beside a loss, as text.
 
     It is the accuracy of a classifier, the share of pairs whose preferred answer won, or the
-    perplexity of tokens, if it is finite.
+    perplexity of tokens, if it is finite; else `unknown`.
     """
-    for key, words in (
-        ("accuracy", "accuracy {:.2%}"),
-        ("reward_accuracy", "reward accuracy {:.2%}"),
-        ("ppl", "ppl {:.1f}"),
-    ):
-        if seen.get(key) is not None:
-            return words.format(seen[key])
-    return "ppl beyond any number"
+    known = (words.format(seen[key]) for key, words in QUALITY if seen.get(key) is not None)
+    return next(known, unknown)
 
 
 def training_line(event: TrainEvent) -> str:
     """Returns the numbers of a step as one line.
 
-    They are loss, perplexity (accuracy for a classifier), gradient norm, learning rate, tokens
-    without padding (images) a second, MFU if the peak is known, and the share of time spent waiting
-    for data.
+    They are loss, quality, gradient norm, learning rate, tokens without padding (images) a second,
+    MFU if the peak is known, and the share of time spent waiting for data.
     """
     r = event.record
     parts = ["skipped: not finite" if r["loss"] is None else f"loss {r['loss']:.4f}"]
-    of_classes = "accuracy" in r
+    parts += filter(None, [quality(r, unknown="")])
     for key, text in (
-        ("accuracy", "accuracy {:.1%}") if of_classes else ("ppl", "ppl {:.1f}"),
         ("grad_norm", "grad {:.2f}"),
         ("learning_rate", "lr {:.2e}"),
-        ("tokens_per_second", f"{{:,.0f}} {'images' if of_classes else 'tok'}/s"),
+        ("tokens_per_second", f"{{:,.0f}} {'images' if 'accuracy' in r else 'tok'}/s"),
         ("mfu", "MFU {:.1%}"),
         ("data_wait", "wait {:.1%}"),
     ):
