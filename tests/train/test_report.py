@@ -223,6 +223,7 @@ const found = {
   charts: [...charts.keys()], before, after: option("loss").series[0].data[29][1],
   axis: option("loss").yAxis[0].type, marks: option("loss").series[0].markLine.data.length,
   links: option("where the tokens went").series[0].links.length,
+  flow: option("where the tokens went").series[0].orient,
 };
 document.body.dataset.found = JSON.stringify(found);
 </script>"""
@@ -257,6 +258,7 @@ def test_in_a_browser(tmp_path: Path, size: str) -> None:
     mean = sum(w * 4 / i for i, w in enumerate(weights, 1)) / sum(weights)
     assert math.isclose(found["after"], mean, rel_tol=1e-5)
     assert (found["axis"], found["marks"], found["links"]) == ("log", 2, 7)
+    assert found["flow"] == ("horizontal" if size.startswith("1400") else "vertical")
     show(f"--screenshot={tmp_path / 'page.png'}")
     assert (tmp_path / "page.png").stat().st_size > 20_000
 

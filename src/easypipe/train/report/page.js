@@ -100,12 +100,14 @@ function drawAll() {
     if (!run.flows.length) continue;
     const title = runs.length > 1 ? `where the tokens of ${run.name} went` : "where the tokens went";
     const chart = charts.get(title) || figure(byId("flows"), title, "flow");
+    const narrow = chart.getWidth() < 600; // of a phone: then from top to bottom
+    const layout = narrow ? { orient: "vertical", left: 12, right: 130, label: { position: "insideLeft" } } : { right: 140 };
     const nodes = [...new Set(run.flows.flatMap((link) => [link.source, link.target]))].map((name) => ({ name }));
     chart.setOption({
       backgroundColor: "transparent",
       title: { text: title, left: 8, textStyle: { fontSize: 13 } },
       tooltip: { renderMode: "richText", valueFormatter: (v) => `${Number(v).toLocaleString("en")} tokens` },
-      series: [{ type: "sankey", top: 40, right: 140, data: nodes, links: run.flows, emphasis: { focus: "adjacency" }, animation: false, lineStyle: { color: "gradient" } }],
+      series: [{ type: "sankey", top: 40, ...layout, data: nodes, links: run.flows, emphasis: { focus: "adjacency" }, animation: false, lineStyle: { color: "gradient" } }],
     });
   }
 }
