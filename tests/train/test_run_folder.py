@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
 from platform import platform, python_version
+from typing import get_args
 
 import jax
 import pytest
 import yaml
 from flax import nnx
 
+import easypipe
 from easypipe.cli import main
 from easypipe.core.config import from_dict
 from easypipe.core.errors import StateError, TrainError
@@ -21,15 +25,24 @@ from easypipe.history import spans_of
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.train.checkpoint.checkpoint import Checkpoints
-from easypipe.train.config import SpikeConfig, TrainingConfig
+from easypipe.train.config import (
+    UNPAIRED,
+    Measure,
+    PreferenceConfig,
+    SpikeConfig,
+    TrainingConfig,
+)
 from easypipe.train.events import TrainEvent, TrainListener, null_listener
+from easypipe.train.losses.loss import RECORDED
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.record import read_kept, write_changes, write_kept, write_versions
 from easypipe.train.report.page import page, write_report
+from easypipe.train.report.pictures import MIXTURE, PLOTS
 from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
 from train.runs import Tiny, settings
 
+SOURCE = Path(easypipe.__file__).parent
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 CACHE = MemoryCache(some_docs([9] * 90, vocab_size=32), vocab_size=32)
 
@@ -283,6 +296,36 @@ def test_it_goes_where_it_is_told_and_long_tables_lose_their_middle(folder, tmp_
     written = write_report(folder, tmp_path / "page.html").read_text()
     (folder / "rollbacks.jsonl").write_bytes(kept)
     assert "… 300 more …" in written
+
+
+def names_of_a_run() -> set[str]:
+    """The metrics that the code may log, and the files that a run may write."""
+    told = {name for loss in ("sigmoid", *UNPAIRED) for name in PreferenceConfig(loss=loss).tells}
+    measured = {*get_args(Measure)} - {"sources"}
+    by_dataset = {f"{name}/NAME" for name in (*measured, "nll", "share")}
+    pictures = {f"{name}.png" for name in (*PLOTS, MIXTURE)}
+    written = {
+        node.value
+        for path in (SOURCE / "train").rglob("*.py")
+        if "pretrained" not in path.parts and path.name != "trackers.py"  # others' files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"\w[\w-]*\.(jsonl?|png|html|yaml)", node.value)
+    }
+    written |= {"checkpoints/", "arrays/", "run/", "heartbeat-PROCESS.json", "mlflow.db"}
+    written |= {f"{tracker}/" for tracker in ("tensorboard", "wandb", "mlflow", "profile")}
+    told |= measured | by_dataset | pictures | written
+    return {*RECORDED, *told, "nll", "accuracy", "kl"}
+
+
+def test_every_metric_and_file_of_a_run_has_its_line() -> None:
+    rows = re.findall(
+        r"^\| (`.*?) \|", (SOURCE.parents[1] / "docs/run_folder.md").read_text(), re.M
+    )
+    page = {part.rpartition("STEP/")[2] for row in rows for part in re.findall(r"`(.+?)`", row)}
+    names = names_of_a_run()
+    assert len(names) > 50
+    assert not names - page
 
 
 def test_a_folder_that_is_no_run_is_said_to_be_none(folder, tmp_path, capsys):
