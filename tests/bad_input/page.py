@@ -25,9 +25,10 @@ ACCEPTED = "*is accepted*"
 PIPE = "\\|"  # in a table
 HEAD = """# Bad input
 
-What easypipe says of input that is wrong: the place, the cause, and what to do. Every line is a case of the tests, which try it with
-`easypipe prepare` where nothing else is said; none of them takes longer than a moment, and none changes what was there. The place is a
-file with its row (from 0) and line (from 1), or the path of a key in the config.
+This page lists what easypipe says about wrong input: the place, the cause, and what to do. A place
+is a file with its row (from 0) and line (from 1), or the path of a key in the config. Every line is
+a case of the tests, which run `easypipe prepare` unless the line names something else. No case
+takes longer than a moment, and none changes a file that was there.
 
 `python tests/bad_input/page.py` writes this page.
 """
