@@ -51,6 +51,7 @@ function figure(into, title, className) {
   into.append(outer);
   const chart = echarts.init(inner, dark ? "dark" : null, { renderer: "canvas" });
   charts.set(title, chart);
+  new ResizeObserver(() => chart.resize()).observe(inner);
   return chart;
 }
 
@@ -113,7 +114,6 @@ function drawAll() {
 }
 
 for (const id of ["smoothing", "logarithmic", "more"]) byId(id).addEventListener("input", drawAll);
-addEventListener("resize", () => charts.forEach((chart) => chart.resize()));
 drawAll();
 echarts.connect([...charts.values()].filter((chart) => chart.getOption().xAxis));
 if (REFRESH) {
