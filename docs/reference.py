@@ -256,10 +256,10 @@ def options_page() -> str:
     """
     parts = [
         "# What every option does\n",
-        "Of every option of a pipeline: what can be observed of it, what it means where tokens are "
-        "cached, and what with\n"
-        "`streaming=True`. `tests/option_effects.py` names a test of each; without one, an option "
-        "fails the tests.\n"
+        "This page says for every option of a pipeline what can be observed of it, what it means "
+        "where tokens are cached,\n"
+        "and what with `streaming=True`. `tests/option_effects.py` names a test of each; without "
+        "one, an option fails the tests.\n"
         "[Configuration](config.md) has types, defaults and the rules in full; those of "
         "[training](#runconfig) and of\n"
         "[the faces](#datapipelineconfig) come last.\n",
