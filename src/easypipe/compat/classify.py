@@ -21,6 +21,7 @@ from easypipe.cache.location import cache_folder
 from easypipe.compat.data_module import UniversalDataModule
 from easypipe.compat.registry import CollatorRegistry
 from easypipe.core import storage
+from easypipe.core.class_names import classes_of
 from easypipe.core.config import (
     ListOf,
     apply_overrides,
@@ -77,8 +78,8 @@ class ImagesConfig:
         split: The split, as in DatasetConfig.
         image_column: The column of images.
         label_column: The column of labels: classes from 0, or names.
-        classes: Names of the classes in the order of their numbers; None takes the names among the
-            labels, sorted.
+        classes: Names of the classes in the order of their numbers; None takes those that
+            `datasets` gives the column, else the names among the labels, sorted.
         batch_size: Rows of a batch.
         num_epochs: Passes over the rows; None never ends.
         num_workers: Threads that make batches ahead; None takes half of the cores, from 1 to 4.
@@ -203,19 +204,20 @@ class Images:
             ("label_column", config.label_column),
         ):
             require_known(column, have, f"data.{key}", f"{name} have no column {column!r}")
+        self._classes = classes_of(source.schema.field(config.label_column))
         self._columns = [config.image_column, config.label_column]
         self.fingerprint = digest("images", COPY_VERSION, source.fingerprint, self._columns)
         self._table = self._mapped(select(source, self._columns), in_memory=dataset.in_memory)
 
     @property
     def names(self) -> list[str] | None:
-        """The names among the labels, sorted; None if labels are numbers.
+        """The names among the labels, sorted, or those of their numbers; None if there are none.
 
         Raises:
-            SourceError: Labels are neither, or some are null.
+            SourceError: Labels are neither numbers nor names, or some are null.
         """
         if not pa.types.is_large_string(self._labels.type):
-            return None
+            return self._classes
         return sorted(set(self._labels.to_pylist()))
 
     def rows(self, classes: Sequence[str] | None) -> ImageRows:
@@ -256,7 +258,7 @@ class Images:
         Raises:
             SourceError: A label is no class; names the row.
         """
-        if classes is None or self.names is None:
+        if classes is None or not pa.types.is_large_string(self._labels.type):
             numbers = self._labels.to_numpy().astype(np.int64)
         else:
             known = {name: i for i, name in enumerate(classes)}

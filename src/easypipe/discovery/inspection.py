@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from easypipe.core.class_names import classes_of
 from easypipe.core.errors import SchemaError, SourceError
 from easypipe.core.protocols import ShardedSource, bad_of, scan
 from easypipe.core.remote import StorageOptions
@@ -27,6 +28,7 @@ from easypipe.sources.open import open_files
 from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import reconcile
 from easypipe.stages.source.text_units import guess_text_unit
+from easypipe.transforms.columns.columns import ClassNames
 from easypipe.transforms.columns.kinds import guess_kind
 
 # So many bytes are read of each of the first HEADS files of a part, where they are files of lines.
@@ -257,4 +259,6 @@ def _first_rows(source: ShardedSource, count: int) -> tuple[list[Row], list[str]
         f"{first.detail}"
         for first in bad[:1]
     ]
-    return batch.select(kept).to_pylist(), notes
+    rows = batch.select(kept)
+    classes = [field.name for field in rows.schema if classes_of(field)]
+    return ClassNames(classes).scan(rows).batch.to_pylist(), notes

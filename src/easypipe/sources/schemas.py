@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from easypipe.core.class_names import classes_of, with_classes
 from easypipe.core.errors import SchemaError
 from easypipe.core.schema import (
     JSON,
@@ -39,7 +40,7 @@ class TypeConflict(Exception):
 
 
 def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
-    """Returns `schema` in plain types.
+    """Returns `schema` in plain types, with the names of classes that it has.
 
     A stored `__row_number__` is left out: it numbers rows of the shard it was made from, not of
     this one.
@@ -57,13 +58,14 @@ def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
                 fix="Rename one of them.",
             )
         seen.add(name)
-    return pa.schema(
+    plain = pa.schema(
         [
             pa.field(field.name, plain_type(field.type))
             for field in schema
             if field.name != ROW_NUMBER
         ]
     )
+    return with_classes(plain, schema)
 
 
 def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
@@ -126,8 +128,10 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
     """
     merged: dict[str, pa.DataType] = {}
     origin: dict[str, str] = {}
+    named: dict[str, tuple[str, pa.Field]] = {}  # the first file that names a column's classes
     for path, schema in schemas:
         for field in schema:
+            _require_same_classes(path, field, named)
             before = merged.get(field.name)
             try:
                 merged[field.name] = (
@@ -148,7 +152,28 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
                     "files.",
                 ) from None
             origin.setdefault(field.name, path)
-    return pa.schema([pa.field(name, kind) for name, kind in merged.items()])
+    return pa.schema(
+        [
+            pa.field(name, kind, metadata=named[name][1].metadata if name in named else None)
+            for name, kind in merged.items()
+        ]
+    )
+
+
+def _require_same_classes(
+    path: str, field: pa.Field, named: dict[str, tuple[str, pa.Field]]
+) -> None:
+    """Raises SchemaError where a file before this one has other names for a column's classes."""
+    classes = classes_of(field)
+    if classes is None:
+        return
+    before, first = named.setdefault(field.name, (path, field))
+    if classes_of(first) != classes:
+        raise SchemaError(
+            at=f"{path}, column {field.name!r}",
+            problem=f"its classes are {classes} here and {classes_of(first)} in {before}",
+            fix=f"Leave {field.name!r} out with columns=[...], or rewrite one of the files.",
+        )
 
 
 def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.checked import recall_checked, remember_checked
+from easypipe.core.class_names import with_classes
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, require, require_columns, require_rows
 from easypipe.core.identity import held_by, name_of
@@ -161,6 +162,7 @@ class Given:
         label: The name of the user's object.
         held: The values that the object holds.
         version: As in `as_source`; so are name, folder and skip.
+        features: The schema by which `datasets` describes its columns, if it does.
     """
 
     shards: tuple[Shard, ...]
@@ -169,6 +171,7 @@ class Given:
     label: str
     held: Any
     version: str | int | None
+    features: pa.Schema | None = None
     name: str = ""
     folder: Path | None = None
     skip: bool = False
@@ -297,6 +300,8 @@ class OwnSource(Source):
     def _columns_of_first_rows(self) -> pa.Schema:
         given, rows = self._given, self._kept.first_rows(dicts.FIRST_ROWS)
         schema = dicts.columns_of(rows, given.name, skip=given.skip, exact=self._exact)
+        if given.features is not None:
+            schema = with_classes(schema, given.features)
         return with_row_numbers(schema) if given.skip else schema
 
     def _found(self, what: str, find: Callable[[], Any]) -> Any:
@@ -588,6 +593,7 @@ def _one_shard(data: Dataset, name: str) -> Given:
         held=[held_by(data), held_by(attribute_of(data, "__self__"))],
         # the `version` that libraries give a dataset says little about its rows
         version=attribute_of(data, "version") if called else None,
+        features=attribute_of(attribute_of(data, "features"), "arrow_schema"),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from easypipe.core.class_names import classes_of
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import Shard, ShardedSource, Source
@@ -166,6 +167,14 @@ class InterleavedSource(Source):
                 f"has the columns {fields_text(other)}, and {first!r} has {fields_text(schema)}",
                 "Select, rename or cast columns until they agree.",
             )
+            for one, its in zip(schema, other, strict=True):
+                require(
+                    classes_of(its) == classes_of(one),
+                    f"datasets.{name}",
+                    f"the classes of {one.name!r} are {classes_of(its)}, and {classes_of(one)} in "
+                    f"{first!r}",
+                    "Leave the column out, or write its names with Map.",
+                )
         require(
             SOURCE not in schema.names,
             "datasets",

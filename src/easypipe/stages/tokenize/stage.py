@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from easypipe.cache.location import cache_folder_of
+from easypipe.core.class_names import classes_of
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Sources
@@ -20,6 +21,8 @@ from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.encoders import form_of
+from easypipe.transforms.columns.base import TransformedSource
+from easypipe.transforms.columns.columns import ClassNames
 from easypipe.transforms.tokenizer.config import TokenizerConfig, with_options
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -75,7 +78,11 @@ class TokenizeStage(BaseStage):
                 loaded[key] = load_tokenizer(chosen)
             options: Arguments = {}
             if dataset is not None:
-                form = form_of(dataset, f"datasets[{number}]", source, loaded[key], room)
+                named = [field.name for field in source.schema if classes_of(field)]
+                as_text = TransformedSource(source, ClassNames(named)) if named else source
+                form = form_of(dataset, f"datasets[{number}]", as_text, loaded[key], room)
+                if names := [name for name in named if name in form.columns]:
+                    source = TransformedSource(source, ClassNames(names))
                 bad = {"on_error": dataset.on_error, "max_bad_rows": dataset.max_bad_rows}
                 options = {"form": form, **bad}
             result[name] = TokenizedShardedSource(

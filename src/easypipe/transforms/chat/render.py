@@ -339,7 +339,10 @@ def given_template(
             at=at,
             problem=f"{text[:200]!r} is neither a file nor the text of a template",
             have=sorted(names) or None,
-            fix=meant or "Give the path of a .jinja file.",
+            fix=meant
+            or (
+                "Give the path of a .jinja file." if "{" not in text else "Set format_type: custom."
+            ),
         ) from None
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
+from easypipe.core.class_names import classes_of
 from easypipe.core.config import digest
 from easypipe.core.errors import (
     ConfigError,
@@ -163,9 +164,7 @@ class ColumnTransform(ABC):
         Raises:
             SourceError: A column is missing; names it.
         """
-        after = self.columns(
-            pa.schema([pa.field(f.name, f.type) for f in before if f.name != ROW_NUMBER])
-        )
+        after = self.columns(pa.schema([f for f in before if f.name != ROW_NUMBER]))
         if ROW_NUMBER in after.names:
             raise self.error(
                 f"column {ROW_NUMBER!r} is kept for row numbers", "Choose another name."
@@ -382,8 +381,9 @@ class TransformedSource(Source):
 
     @property
     def fingerprint(self) -> str:
+        below = self.source.fingerprint
         return digest(
-            "transformed", self.transform.fingerprint, self.source.fingerprint, self._columns
+            "transformed", self.transform.fingerprint, below, self._columns, *self._classes
         )
 
     @property
@@ -402,7 +402,12 @@ class TransformedSource(Source):
     def shard_identity(self, shard: int) -> str:
         """Returns a digest of one shard below and the transform; new shards do not change it."""
         own = identity_of(self.source, shard)
-        return digest("transformed", self.transform.fingerprint, own, self._columns)
+        return digest("transformed", self.transform.fingerprint, own, self._columns, *self._classes)
+
+    @property
+    def _classes(self) -> list[list[Any]]:
+        """The names of classes of the columns below, which a transform may write."""
+        return [[one.name, named] for one in self.source.schema if (named := classes_of(one))]
 
     def select(self, columns: Sequence[str]) -> TransformedSource:
         """Returns the same rows with only `columns`; reads only what these are made of."""
@@ -522,7 +527,7 @@ def overlaid(before: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
     Columns of other names are put at the end.
     """
     rest = dict(types)
-    same = [pa.field(field.name, rest.pop(field.name, field.type)) for field in before]
+    same = [pa.field(f.name, rest.pop(f.name)) if f.name in rest else f for f in before]
     return pa.schema([*same, *(pa.field(name, kind) for name, kind in rest.items())])
 
 

@@ -1,6 +1,7 @@
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
-"""Transforms that Arrow carries out itself: Rename, Select, Drop, Extract, Combine, FilterNonEmpty.
+"""Transforms that Arrow carries out itself: Rename, Select, Drop, Extract, Combine, ClassNames,
+FilterNonEmpty.
 
 No row becomes a Python object. Every `narrow` leaves out what the wanted columns do not need, so
 that `Rename(...) >> Combine(...)` before tokenizing reads two columns of a file with fifty.
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from easypipe.core.class_names import classes_of, named
 from easypipe.core.config import digest
 from easypipe.core.errors import (
     ConfigError,
@@ -62,7 +64,7 @@ class Rename(ColumnTransform):
                 fix = f"Drop {new!r} first, or choose another name for {old!r}."
                 raise self.error(f"there is a column {new!r} already", fix, have=before.names)
         return pa.schema(
-            [pa.field(self.names.get(field.name, field.name), field.type) for field in before]
+            [field.with_name(self.names.get(field.name, field.name)) for field in before]
         )
 
     def rows(self, rows: Rows) -> Rows:
@@ -248,7 +250,7 @@ class Combine(ColumnTransform):
     def rows(self, rows: Rows) -> Rows:
         parts: list[pa.Array | pa.Scalar] = []
         for text, is_field in self._pieces:
-            part = rows.batch.column(text).cast(_TEXT) if is_field else pa.scalar(text, _TEXT)
+            part = _text(rows.batch, text) if is_field else pa.scalar(text, _TEXT)
             if is_field and self.null_as is not None:
                 part = pc.fill_null(part, pa.scalar(self.null_as, _TEXT))
             parts.append(part)
@@ -263,6 +265,41 @@ class Combine(ColumnTransform):
 
     def __repr__(self) -> str:
         return f"Combine({self.into!r}, {self.template!r})"
+
+
+class ClassNames(ColumnTransform):
+    """A transform that writes columns of classes as the names that `datasets` gives them.
+
+    Args:
+        names: The columns that have such names.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("class names", self.names)
+
+    def columns(self, before: pa.Schema) -> pa.Schema:
+        nothing = self._named(pa.RecordBatch.from_pylist([], schema=before))
+        return overlaid(before, {name: array.type for name, array in nothing.items()})
+
+    def rows(self, rows: Rows) -> Rows:
+        return self.overlaid(rows, self._named(rows.batch))
+
+    def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
+        kept = [name for name in self.names if name in columns]
+        return (ClassNames(kept) if kept else Select(columns)), columns
+
+    def _named(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
+        return {
+            name: named(batch.column(name), classes_of(batch.schema.field(name)))
+            for name in self.names
+        }
+
+    def __repr__(self) -> str:
+        return f"ClassNames({_shown(self.names)})"
 
 
 class FilterNonEmpty(ColumnTransform):
@@ -331,6 +368,12 @@ def _require_names(names: Mapping[str, str], of: str, fix: str) -> None:
         if not _is_name(one) or not _is_name(other):
             said = f"{one!r} cannot become" if of == "Rename" else f"{one!r} has no path in"
             raise ConfigError(at=of, problem=f"{said} {other!r}", fix=fix)
+
+
+def _text(batch: pa.RecordBatch, column: str) -> pa.Array:
+    """Returns a column as text, in which classes have their names."""
+    array, classes = batch.column(column), classes_of(batch.schema.field(column))
+    return (array if classes is None else named(array, classes)).cast(_TEXT)
 
 
 def _is_name(name: JsonValue) -> bool:
