@@ -381,9 +381,8 @@ class TransformedSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        below = self.source.fingerprint
         return digest(
-            "transformed", self.transform.fingerprint, below, self._columns, *self._classes
+            "transformed", self.transform.fingerprint, self.source.fingerprint, self._columns
         )
 
     @property
