@@ -202,6 +202,11 @@ def test_files_whose_classes_differ_are_refused_where_they_are_read(tmp_path: Pa
     read = pipeline(tmp_path, both, prompt=PROMPT, on_error="skip", max_bad_rows=2)
     assert texts(read.source()) == 2 * ["good:\npos", "bad:\nneg"]
 
+    keys = [open_files(both).shard_identity(1)]
+    DATA.cast(other).to_parquet(tmp_path / "a.parquet")
+    assert open_files(both).shard_identity(1) not in keys  # its rows have the other file's names
+    DATA.to_parquet(tmp_path / "a.parquet")
+
     def opened(name: str) -> ShardedSource:
         return open_files(tmp_path / name)
 

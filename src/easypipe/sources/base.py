@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
 import numpy as np
 import pyarrow as pa
 
+from easypipe.core.class_names import classes_of
 from easypipe.core.config import digest
 from easypipe.core.errors import (
     SchemaError,
@@ -195,9 +196,13 @@ class FileSource(Source):
     def shard_identity(self, shard: int) -> str:
         """Returns a digest of all that decides the rows of one shard.
 
-        These are its file, the reading options, and the schema that all files have together.
+        These are its file, the reading options, and the schema that all files have together, with
+        the names of classes.
         """
-        schema = [[field.name, str(field.type)] for field in self.schema]
+        schema = [
+            [field.name, str(field.type), *filter(None, [classes_of(field)])]
+            for field in self.schema
+        ]
         return digest(
             "file",
             READER_VERSION,

@@ -21,7 +21,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.class_names import classes_of
 from easypipe.core.config import digest
 from easypipe.core.errors import (
     ConfigError,
@@ -401,12 +400,7 @@ class TransformedSource(Source):
     def shard_identity(self, shard: int) -> str:
         """Returns a digest of one shard below and the transform; new shards do not change it."""
         own = identity_of(self.source, shard)
-        return digest("transformed", self.transform.fingerprint, own, self._columns, *self._classes)
-
-    @property
-    def _classes(self) -> list[list[Any]]:
-        """The names of classes of the columns below, which a transform may write."""
-        return [[one.name, named] for one in self.source.schema if (named := classes_of(one))]
+        return digest("transformed", self.transform.fingerprint, own, self._columns)
 
     def select(self, columns: Sequence[str]) -> TransformedSource:
         """Returns the same rows with only `columns`; reads only what these are made of."""
