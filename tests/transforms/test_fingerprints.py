@@ -20,6 +20,7 @@ from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.transforms.columns import columns, conversation, functions, hold_out
 from easypipe.transforms.columns.base import ColumnTransform, TransformedSource
 from easypipe.transforms.columns.columns import (
+    ClassNames,
     Combine,
     Drop,
     Extract,
@@ -85,6 +86,7 @@ BASES: list[Base] = [
     (Rename, {"names": {"a": "b"}}, [("names", {"a": "c"}), ("names", {"b": "a"})]),
     (Select, {"names": ["a"]}, [("names", ["b"]), ("names", ["a", "b"]), ("names", ["b", "a"])]),
     (Drop, {"names": ["a"]}, [("names", ["b"]), ("names", ["a", "b"])]),
+    (ClassNames, {"names": ["a"]}, [("names", ["b"]), ("names", ["b", "a"])]),
     (FilterNonEmpty, {"names": ["a"]}, [("names", ["b"]), ("names", ["a", "b"])]),
     (Extract, {"paths": {"a": "b.0"}}, [("paths", {"a": "b.1"}), ("paths", {"c": "b.0"})]),
     (
