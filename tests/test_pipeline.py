@@ -539,21 +539,26 @@ def test_epochs_of_a_mixture_that_has_none(tmp_path: Path) -> None:
     def make(num_epochs: int) -> object:
         load = LoadStageConfig(batch_size=4, num_epochs=num_epochs)
         return (
-            Pipeline(whole(tmp_path, mix=MixStageConfig(), load=load))
+            Pipeline(whole(tmp_path, mix=MixStageConfig()))
             .source()
             .tokenize()
             .mix()
             .pack()
-            .load()
+            .load(load)
             .build()
         )
 
-    with pytest.raises(
-        ConfigError,
-        match=r"load.num_epochs: 3, but 'mixed' never ends: its stop_strategy is 'restart'. Leave "
-        r"it out",
-    ):
+    said = "never ends: its stop_strategy is 'restart'. Leave it out"
+    with pytest.raises(ConfigError, match=rf"load.num_epochs: 3, but 'mixed' {said}"):
         make(3)
+    load = LoadStageConfig(batch_size=4, num_epochs=3)  # a config is refused before it is read
+    for mix in (MixStageConfig(), None):
+        [problem] = whole(tmp_path, mix=mix, load=load).validate()
+        assert problem.startswith(f"load.num_epochs: 3, but the mixture {said}")
+    capped = MixStageConfig(max_epochs={"code": 2})
+    assert "never ends" in whole(tmp_path, mix=capped, load=load).validate()[0]
+    capped = MixStageConfig(max_epochs={"code": 2, "docs": 1})
+    assert "is drawn once" in whole(tmp_path, mix=capped, load=load).validate()[0]
     assert len(list(itertools.islice(iter(make(1)), 30))) == 30
 
 

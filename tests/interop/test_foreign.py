@@ -14,6 +14,7 @@ from easypipe import DatasetConfig, Pipeline
 from easypipe.cli import main
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError
+from easypipe.interop.foreign.rules import ForeignConfig
 from easypipe.interop.foreign.tools import TOOLS, import_config
 from easypipe.run import RunConfig
 
@@ -145,6 +146,7 @@ def test_keys_that_axolotl_reads_of_no_preferences(tmp_path: Path) -> None:
     one, other = (from_dict(DatasetConfig, row).prompt for row in made.config["data"]["datasets"])
     assert (one.inputs, one.label, one.message_fields) == (("messages",), "chosen", None)
     assert (other.label, other.message_fields) == ("good", {"role": "who"})
+    assert made.left.pop("datasets, its rows")
     assert made.left == {
         "datasets[0].message_field_training": "theirs does not read it of preferences either",
         "datasets[1]": "type 'chatml.intel' of preferences is not known here: chat_template",
@@ -276,7 +278,8 @@ def test_every_whole_per_cent_of_a_mixer_is_a_split(tmp_path: Path) -> None:
     made = import_config("trl", path)
     splits = [one["split"] for one in made.config["data"]["datasets"]]
     assert splits == [f"train[:{n}%]" for n in range(1, 100)] + ["train", "train"]
-    assert [told for told in made.left if "dataset_mixer" in told] == ["dataset_mixer, train"]
+    left = [told for told in made.left if "dataset_mixer" in told]
+    assert left == ["dataset_mixer, train", "dataset_mixer, its rows"]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,3 +380,109 @@ def test_llamafactory_s_history_and_new_tokens(tmp_path: Path) -> None:
     run = from_dict(RunConfig, import_config("llamafactory", path).config)
     assert list(run.model.add_tokens) == ["<a>", "<b>"]
     assert run.data.datasets[0].train_on == "last_assistant"
+
+
+def imported(tool: str, tmp_path: Path, **given: object) -> ForeignConfig:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(given))
+    made = import_config(tool, path)
+    assert not [why for why in made.left.values() if "no key of this name" in why]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "mix", "epochs"),
+    [
+        ({}, {"stop_strategy": "all_exhausted"}, 3),
+        (
+            {"mix_strategy": "concat", "interleave_probs": "1"},
+            {"stop_strategy": "all_exhausted"},
+            3,
+        ),
+        (
+            {"mix_strategy": "interleave_under", "interleave_probs": "0.3, 0.7"},
+            {"stop_strategy": "first_exhausted", "weights": {"dataset1": 0.3, "dataset2": 0.7}},
+            3,
+        ),
+        ({"mix_strategy": "interleave_once"}, {"stop_strategy": "all_exhausted"}, 3),
+        ({"mix_strategy": "interleave_over"}, {"stop_strategy": "restart"}, None),
+    ],
+)
+def test_how_llamafactory_mixes_datasets(
+    given: dict, mix: dict, epochs: int | None, tmp_path: Path
+) -> None:
+    made = imported("llamafactory", tmp_path, model_name_or_path="m", dataset="a, b", **given)
+    run = from_dict(RunConfig, made.config)
+    assert {name: getattr(run.data.mix, name) for name in mix} == mix
+    assert run.data.load.num_epochs == epochs
+    assert ("mix_strategy" in made.left) == (epochs is None)
+    assert ("dataset, its rows" in made.left) == ("weights" not in mix)
+    assert not run.data.validate()
+    alone = imported("llamafactory", tmp_path, model_name_or_path="m", dataset="a", **given)
+    assert from_dict(RunConfig, alone.config).data.mix is None or "weights" in mix
+    unknown = imported(
+        "llamafactory", tmp_path, model_name_or_path="m", dataset="a,b", mix_strategy="random"
+    )
+    assert "mix_strategy" in unknown.left
+
+
+def test_several_datasets_of_every_tool_end(tmp_path: Path) -> None:
+    two = [{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl", "type": "alpaca"}]
+    axolotl = imported("axolotl", tmp_path, base_model="m", datasets=two, num_epochs=2)
+    trl = imported(
+        "trl", tmp_path, model_name_or_path="m", datasets=[{"path": "o/a"}, {"path": "o/b"}]
+    )
+    for made in (axolotl, trl):
+        run = from_dict(RunConfig, made.config)
+        assert run.data.mix.stop_strategy == "all_exhausted"
+        assert not run.data.validate()
+        assert "data.mix.weights" in made.left["datasets, its rows"]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_llamafactory_s_thoughts(value: bool, tmp_path: Path) -> None:
+    made = imported(
+        "llamafactory", tmp_path, model_name_or_path="m", dataset="a", enable_thinking=value
+    )
+    [dataset] = from_dict(RunConfig, made.config).data.datasets
+    assert dataset.chat_template_kwargs == {"enable_thinking": value}
+    assert (dataset.train_empty_thinking is not False) == value
+    assert ("enable_thinking" in made.left) != value
+
+
+@pytest.mark.parametrize(
+    ("tool", "given"),
+    [
+        ("llamafactory", {"model_name_or_path": "m", "dataset": "a", "streaming": True}),
+        ("axolotl", {"base_model": "m", "datasets": [{"path": "a.jsonl", "type": "alpaca"}], "streaming": True}),
+        ("trl", {"model_name_or_path": "m", "dataset_name": "o/a", "dataset_streaming": True}),
+    ],
+)  # fmt: skip
+def test_streams_are_streams(tool: str, given: dict, tmp_path: Path) -> None:
+    assert imported(tool, tmp_path, **given).config["data"]["streaming"] is True
+
+
+def test_held_out_datasets_are_those_that_files_name(tmp_path: Path) -> None:
+    rows = {"path": "o/a", "type": "chat_template", "split": "train"}
+    made = imported(
+        "axolotl", tmp_path, base_model="m", chat_template="chatml", datasets=[rows],
+        test_datasets=[{**rows, "split": "test"}],
+    )  # fmt: skip
+    run = from_dict(RunConfig, made.config)
+    [held] = run.eval["held_out"].datasets
+    assert (held.split, held.content_field, held.chat_template) == ("test", "messages", "chatml")
+    given = {"model_name_or_path": "m", "dataset_name": "o/a", "dataset_config": "en"}
+    made = imported("trl", tmp_path, **given, dataset_test_split="test", eval_strategy="steps")
+    [held] = from_dict(RunConfig, made.config).eval["held_out"].datasets
+    assert (held.data_files, held.subset, held.split) == ("o/a", "en", "test")
+    made = imported("trl", tmp_path, **given, dataset_test_split="test")
+    assert "eval" not in made.config
+    made = imported(
+        "llamafactory", tmp_path, model_name_or_path="m", dataset="a", eval_dataset="b,c",
+        max_samples=9,
+    )  # fmt: skip
+    held = from_dict(RunConfig, made.config).eval["held_out"].datasets
+    assert [(one.data_files, one.num_rows) for one in held] == [
+        ("data/b.json", 9),
+        ("data/c.json", 9),
+    ]

@@ -16,7 +16,7 @@ from easypipe.core.protocols import PipelineContext
 from easypipe.loader.config import LoadStageConfig, check_streams
 from easypipe.plan.order import OrderConfig
 from easypipe.save.config import SaveStageConfig
-from easypipe.stages.mix.config import MixStageConfig
+from easypipe.stages.mix.config import MixStageConfig, restarts
 from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.source.config import DatasetConfig, no_datasets
 from easypipe.stages.streamable import require_streamable
@@ -98,6 +98,13 @@ class PipelineConfig:
             return "mix.stop_strategy: restart"
         return "load.num_epochs: null" if load.num_epochs is None else None
 
+    def _passes(self) -> Iterator[ConfigError]:
+        """Yields the error of a number of passes over a mixture that is drawn once."""
+        passes = 1 if self.load is None else self.load.num_epochs
+        mix = self.mix or (MixStageConfig() if len(self.datasets) > 1 else None)
+        if mix is not None and mix.stop_strategy == "restart" and passes not in (1, None):
+            yield restarts(passes, "the mixture", endless=self.endless is not None)
+
     def _problems(self) -> Iterator[ConfigError]:
         """Yields the errors between the parts of the config."""
         if not self.datasets:
@@ -119,6 +126,7 @@ class PipelineConfig:
         )
         if self.mix is not None:
             yield from _refused(partial(self.mix.check_names, names))
+        yield from self._passes()
         if self.save is not None and self.save.enabled and self.save.output_dir is None:
             for name, dataset in zip(names, self.datasets, strict=True):
                 if dataset.save_path is None:

@@ -31,6 +31,11 @@ def _sources(key: Key, datasets: Sequence[JsonObject]) -> None:
     key.say(f"data.datasets: {', '.join(str(one['data_files']) for one in datasets)}")
 
 
+def _held_out(key: Key, datasets: Sequence[JsonObject]) -> None:
+    key.made.part("eval", make=True)["held_out"] = {"datasets": list(datasets)}
+    key.say(f"eval.held_out.datasets: {', '.join(str(one['data_files']) for one in datasets)}")
+
+
 def _from(name: str) -> JsonObject:
     """Returns where a dataset's rows are: files, or a dataset of the Hub."""
     hub = HUB_NAME.fullmatch(name) and not name.endswith(FILES) and not Path(name).exists()
@@ -60,7 +65,15 @@ def _rows_of(left: dict[str, str], at: str, one: JsonObject) -> JsonObject:
 
 
 def axolotl_datasets(key: Key) -> None:
-    """Makes datasets of axolotl's `datasets`; leaves their keys that have no counterpart."""
+    _sources(key, _axolotl_rows(key))
+
+
+def axolotl_test_datasets(key: Key) -> None:
+    _held_out(key, _axolotl_rows(key))
+
+
+def _axolotl_rows(key: Key) -> list[JsonObject]:
+    """Returns datasets of a list of axolotl's; leaves their keys that have no counterpart."""
     given, left = key.given, key.made.left
     found: list[JsonObject] = []
     for number, one in enumerate(key.value):
@@ -101,7 +114,7 @@ def axolotl_datasets(key: Key) -> None:
             if name not in known and f"{at}.{name}" not in left:
                 left[f"{at}.{name}"] = "no key of this name is known here"
         found.append(dataset)
-    _sources(key, found)
+    return found
 
 
 def preferred(one: JsonObject, *, judged: bool) -> JsonObject:
@@ -207,6 +220,17 @@ def trl_dataset(key: Key) -> None:
     _sources(key, [dataset])
 
 
+def trl_test_split(key: Key) -> None:
+    if key.given.get("eval_strategy", key.given.get("evaluation_strategy", "no")) == "no":
+        key.carry("has no effect there: nothing is evaluated")
+    elif not key.given.get("dataset_name"):
+        key.leave("name its rows under eval.held_out.datasets")
+    else:
+        subset = key.given.get("dataset_config")
+        dataset = _from(str(key.given["dataset_name"])) | ({"subset": subset} if subset else {})
+        _held_out(key, [dataset | {"split": key.value}])
+
+
 def mixture(key: Key) -> None:
     """Makes datasets of TRL's `dataset_mixture`."""
     found: list[JsonObject] = []
@@ -259,11 +283,48 @@ def listed(key: Key) -> None:
     """
     names = key.value.split(",") if isinstance(key.value, str) else key.value
     folder = str(key.given.get("dataset_dir", "data"))
-    _sources(key, [{"data_files": f"{folder}/{str(name).strip()}.json"} for name in names])
+    found = [{"data_files": f"{folder}/{str(name).strip()}.json"} for name in names]
+    (_held_out if key.name == "eval_dataset" else _sources)(key, found)
     key.leave(
         f"the files of {key.value!r} stand in {folder}/dataset_info.json, which is not read: see "
         "data_files, and `easypipe discover` for what is in them"
     )
+
+
+def mixed(key: Key) -> None:
+    """Takes LLaMA-Factory's way of mixing several datasets."""
+    names = {
+        "concat": "all_exhausted",
+        "interleave_once": "all_exhausted",
+        "interleave_under": "first_exhausted",
+        "interleave_over": "restart",
+    }
+    if key.value not in names:
+        key.unknown(f": {', '.join(names)} are")
+    elif "," not in str(key.given.get("dataset")):
+        key.carry("has no effect there on one dataset")
+    else:
+        key.put("data.mix.stop_strategy", names[key.value])
+        if key.value == "interleave_over":
+            key.leave("theirs ends when each dataset has come once: set train.steps")
+
+
+def probabilities(key: Key) -> None:
+    if key.given.get("mix_strategy", "concat") == "concat":
+        key.carry("has no effect there: rows are not interleaved")
+    else:
+        weights = key.value.split(",") if isinstance(key.value, str) else key.value
+        named = {f"dataset{i}": float(one) for i, one in enumerate(weights, start=1)}
+        key.put("data.mix.weights", named)
+
+
+def thinking(key: Key) -> None:
+    """Takes LLaMA-Factory's switch of a template's thoughts."""
+    key.made.dataset["chat_template_kwargs"] = {"enable_thinking": key.value}
+    key.say(f"chat_template_kwargs of each dataset: {{enable_thinking: {key.value}}}")
+    if not key.value:
+        key.made.dataset["train_empty_thinking"] = False
+        key.leave("theirs takes the thoughts of the last answer away too: leave them out of rows")
 
 
 def described(key: Key) -> None:

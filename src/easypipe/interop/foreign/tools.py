@@ -14,18 +14,23 @@ from easypipe.core.values import Json, JsonObject, JsonValue
 from easypipe.interop.foreign.datasets import (
     axolotl_datasets,
     axolotl_pretraining,
+    axolotl_test_datasets,
     described,
     field,
     held_out,
     history,
     listed,
+    mixed,
     mixer,
     mixture,
     preferred,
+    probabilities,
     template,
+    thinking,
     trained,
     trl_dataset,
     trl_datasets,
+    trl_test_split,
 )
 from easypipe.interop.foreign.rules import (
     NO_DROPOUT,
@@ -160,25 +165,52 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
     _finish_optimizer(made, tool)
     if (asked := made.part("train.preference")) and "pack" in made.part("data"):
         _pack_answers(made, given, pairs=asked.get("loss") not in UNPAIRED)
+    _finish_mixture(made, given)
     for dataset in made.config.get("data", {}).get("datasets", ()):
-        if tool == "trl" and not {"content_field", "prompt"} & {*dataset, *made.dataset}:
-            if made.part("train.preference").get("loss") in UNPAIRED:
-                dataset["prompt"] = preferred({}, judged=True)
-            elif "preference" in made.config.get("train", {}) or "beta" in given:
-                dataset["prompt"] = {
-                    "input_columns": ["chosen"],
-                    "rejected_column": "rejected",
-                    "train_on": "last_assistant",
-                }
-            elif given.get("chat_template") or "dataset_mixture" in given:
-                dataset["content_field"] = "messages"
-                if not given.get("assistant_only_loss"):
-                    dataset["train_on"] = "all"
-        for name, value in made.dataset.items():
-            if "prompt" in dataset and name in ("chat_template", "train_on"):
-                _into_prompt(dataset["prompt"], name, value)
-            else:
-                dataset.setdefault(name, value)
+        _finish_dataset(made, tool, given, dataset)
+    for dataset in made.part("eval.held_out").get("datasets", ()):
+        _finish_dataset(made, tool, given, dataset)
+
+
+def _finish_mixture(made: ForeignConfig, given: Json) -> None:
+    """Makes several datasets end, as they do there, where rows of all are in one list."""
+    datasets = made.config.get("data", {}).get("datasets", ())
+    mix = made.part("data.mix")
+    if len(datasets) > 1 and "stop_strategy" not in mix:
+        made.part("data.mix", make=True)["stop_strategy"] = "all_exhausted"
+    if mix.get("stop_strategy") == "restart":
+        made.part("data.load")["num_epochs"] = None  # it never ends
+    if len(datasets) > 1 and "weights" not in mix:
+        names = ("datasets", "pretraining_dataset", "dataset_mixture", "dataset_mixer", "dataset")
+        name = next(name for name in names if name in given)
+        made.left[f"{name}, its rows"] = (
+            "each dataset is drawn from alike until it ends, and theirs shuffles the rows of all: "
+            "for that set data.mix.weights to their numbers of rows (`easypipe plan`)"
+        )
+
+
+def _finish_dataset(made: ForeignConfig, tool: str, given: Json, dataset: JsonObject) -> None:
+    """Sets what all datasets have, and the columns that a way of training reads."""
+    if tool == "trl" and not {"content_field", "prompt"} & {*dataset, *made.dataset}:
+        if made.part("train.preference").get("loss") in UNPAIRED:
+            dataset["prompt"] = preferred({}, judged=True)
+        elif "preference" in made.config.get("train", {}) or "beta" in given:
+            dataset["prompt"] = {
+                "input_columns": ["chosen"],
+                "rejected_column": "rejected",
+                "train_on": "last_assistant",
+            }
+        elif given.get("chat_template") or "dataset_mixture" in given:
+            dataset["content_field"] = "messages"
+            if not given.get("assistant_only_loss"):
+                dataset["train_on"] = "all"
+    for name, value in made.dataset.items():
+        if "prompt" in dataset and name in ("chat_template", "train_on"):
+            _into_prompt(dataset["prompt"], name, value)
+        elif "prompt" in dataset and name in ("chat_template_kwargs", "train_empty_thinking"):
+            dataset["prompt"].setdefault(name, value)
+        else:
+            dataset.setdefault(name, value)
 
 
 # The key that says how many rows a device has, and how many they are where it is left out.
@@ -355,6 +387,8 @@ _AXOLOTL: dict[str, Rule] = {
     "tokenizer_config": to("data.default_tokenizer"),
     "strict": needless("unknown keys are always refused"),
     "datasets": axolotl_datasets,
+    "test_datasets": axolotl_test_datasets,
+    "streaming": to_if_on("data.streaming"),
     "dataset_prepared_path": to("data.cache_dir"),
     "val_set_size": held_out,
     "sequence_len": length,
@@ -458,7 +492,8 @@ _TRL: dict[str, Rule] = {
     "datasets": trl_datasets,
     "dataset_config": needless("in data.datasets"),
     "dataset_train_split": needless("in data.datasets"),
-    "dataset_test_split": leave("name its rows under eval.held_out.datasets"),
+    "dataset_test_split": trl_test_split,
+    "dataset_streaming": to_if_on("data.streaming"),
     "dataset_mixture": mixture,
     "dataset_mixer": mixer,
     "dataset_splits": needless("in data.datasets; those of tests under eval, where there are any"),
@@ -530,7 +565,11 @@ _LLAMAFACTORY: dict[str, Rule] = {
     "mask_history": history,
     "new_special_tokens": new_tokens,
     "resize_vocab": needless("the vocabulary grows by model.add_tokens"),
-    "eval_dataset": leave("name its rows under eval.held_out.datasets"),
+    "eval_dataset": listed,
+    "mix_strategy": mixed,
+    "interleave_probs": probabilities,
+    "enable_thinking": thinking,
+    "streaming": to_if_on("data.streaming"),
     "flash_attn": _CHOSEN,
     "train_on_prompt": trained,
     "quantization_bit": leave(_QUANTIZED),

@@ -47,6 +47,7 @@ from easypipe.loader.streams.feed import Loaded
 from easypipe.loader.streams.rows import StreamRows
 from easypipe.plan.buckets import bucket_widths, length_counts
 from easypipe.stages.config import datasets_of, settings_of, tokenizer_config_of
+from easypipe.stages.mix.config import restarts
 from easypipe.stages.mix.mixture import PlannedSource, planned_of
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import mixture_of
@@ -153,17 +154,7 @@ class LoadStage(BaseStage):
         if not planned.mixture.restarts:
             return options
         if options.num_epochs not in (1, None):
-            why = (
-                "never ends"
-                if planned.mixture.endless
-                else "is drawn once, until mix.max_epochs ends it"
-            )
-            raise ConfigError(
-                at="load.num_epochs",
-                problem=f"{options.num_epochs}, but {name!r} {why}: its stop_strategy is 'restart'",
-                fix="Leave it out, or set mix.stop_strategy to 'first_exhausted' or "
-                "'all_exhausted'.",
-            )
+            raise restarts(options.num_epochs, repr(name), endless=planned.mixture.endless)
         return dataclasses.replace(options, num_epochs=None)
 
 

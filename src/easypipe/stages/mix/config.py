@@ -270,3 +270,19 @@ def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[i
     except PlanError as error:
         raise ConfigError(at=error.at, problem=error.problem, fix=error.fix) from None
     return tuple(whole.get(name, 0) for name in names)
+
+
+def restarts(num_epochs: int, what: str, *, endless: bool) -> ConfigError:
+    """Returns the error for a number of passes over a mixture that begins its datasets again.
+
+    Args:
+        num_epochs: The passes that were asked for.
+        what: The mixture, in words.
+        endless: Whether it never ends; else mix.max_epochs ends it.
+    """
+    why = "never ends" if endless else "is drawn once, until mix.max_epochs ends it"
+    return ConfigError(
+        at="load.num_epochs",
+        problem=f"{num_epochs}, but {what} {why}: its stop_strategy is 'restart'",
+        fix="Leave it out, or set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
+    )
