@@ -410,6 +410,12 @@ def test_messages_as_json_text_are_proposed_as_messages(shape: str, tmp_path: Pa
 def test_prompts_without_answers_are_answered(tmp_path: Path) -> None:
     """What `easypipe generate --messages` reads, of TRL's prompt-only rows too."""
     file = jsonl(tmp_path / "prompts.jsonl", rows("prompts", 2))
-    assert [row["messages"] for _, row in conversations_of(file)] == [
-        row["prompt"] for row in rows("prompts", 2)
-    ]
+    asked = [row["prompt"] for row in rows("prompts", 2)]
+    assert [row["messages"] for _, row in conversations_of(file)] == asked
+    # one JSON list of conversations, each a list of messages or a row
+    for written in (rows("prompts", 2), asked, [asked[0], {"messages": asked[1]}]):
+        file.write_text(json.dumps(written, indent=1))
+        assert [row["messages"] for _, row in conversations_of(file)] == asked
+    assert conversations_of(file)[1][0] == f"{file}, conversation 1"
+    file.write_text(json.dumps(asked[0], indent=1))
+    assert [row["messages"] for _, row in conversations_of(file)] == [asked[0]]

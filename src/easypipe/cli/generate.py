@@ -40,7 +40,7 @@ def generate(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Answer the conversations in this file: JSON, or JSON lines.",
+            help="Answer the conversations in this file: JSON of one or of a list, or JSON lines.",
         ),
     ] = None,
     chat: Annotated[

@@ -380,9 +380,9 @@ def _decoded(value: bytes | None) -> str | bytes | None:
 def conversations_of(path: Path) -> list[tuple[str, Json]]:
     """Reads the conversations of a file, each with its place.
 
-    The file holds a JSON list of messages; or an object with `messages` (or `prompt`, as rows of
-    TRL have it) and what else rows have beside them (`tools`, `system`, `chat_template_kwargs`); or
-    one of these in each line.
+    A conversation is a list of messages; or an object with `messages` (or `prompt`, as rows of TRL
+    have it) and what else rows have beside them (`tools`, `system`, `chat_template_kwargs`). The
+    file is JSON of one, of a list of them, or has one in each line.
 
     Raises:
         SourceError: The file is not UTF-8.
@@ -399,7 +399,16 @@ def conversations_of(path: Path) -> list[tuple[str, Json]]:
     if isinstance(found[0][1], BadJson):
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
         found = [(f"{path}, line {number}", loaded(line)) for number, line in lines]
+    (_, first), *others = found or [("", None)]
+    if isinstance(first, list) and not others and any(map(_is_conversation, first)):
+        found = [(f"{path}, conversation {n}", one) for n, one in enumerate(first)]
     for at, row in found:
         require(not isinstance(row, BadJson), at, f"is not JSON: {row}", "Give a list of messages.")
     rows = [(at, row if isinstance(row, dict) else {"messages": row}) for at, row in found]
     return [(at, {"messages": row.get("prompt"), **row}) for at, row in rows]
+
+
+def _is_conversation(value: Json) -> bool:
+    """Whether an item of a list is a conversation, and no message."""
+    rows = isinstance(value, dict) and "role" not in value
+    return isinstance(value, list) or (rows and not {"messages", "prompt"}.isdisjoint(value))
