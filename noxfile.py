@@ -124,15 +124,19 @@ def masks(session: nox.Session) -> None:
     without what they depend on; writes docs/masks.md.
     """
     session.install(".[test]")
-    folder = Path(session.create_tmp())
-    session.run(
-        "pip", "download", "-q", "--no-deps", "-d", str(folder), "trl==1.16.0", "axolotl==0.19.0"
-    )
-    for wheel in folder.glob("*.whl"):
-        session.run("python", "-m", "zipfile", "-e", str(wheel), str(folder / "templates"))
-    file, templates = "tests/transforms/test_wheel_templates.py", str(folder / "templates")
+    file, templates = "tests/transforms/test_wheel_templates.py", _templates(session)
     session.run("pytest", "-q", file, env=TEST_ENV | {"EASYPIPE_TEMPLATES": templates})
     session.run("python", file, templates, env=TEST_ENV)
+
+
+@nox.session
+def renderers(session: nox.Session) -> None:
+    """A second opinion on those masks: what `renderers` says that a model itself wrote, where it
+    writes conversations as one of those templates does. Its figures stand in docs/masks.md.
+    """
+    session.install(".[test]", "renderers==0.1.12")
+    env = TEST_ENV | {"EASYPIPE_TEMPLATES": _templates(session)}
+    session.run("pytest", "-q", "tests/transforms/test_renderers.py", *session.posargs, env=env)
 
 
 @nox.session
@@ -399,6 +403,16 @@ def bench(session: nox.Session) -> None:
     )
     for script in named:
         session.run("python", str(script), *session.posargs[1:], env={"JAX_PLATFORMS": "cpu"})
+
+
+def _templates(session: nox.Session) -> str:
+    """Returns the folder of the chat templates in two wheels, which are fetched alone."""
+    folder = Path(session.create_tmp())
+    wheels = ("trl==1.16.0", "axolotl==0.19.0")
+    session.run("pip", "download", "-q", "--no-deps", "-d", str(folder), *wheels)
+    for wheel in folder.glob("*.whl"):
+        session.run("python", "-m", "zipfile", "-e", str(wheel), str(folder / "templates"))
+    return str(folder / "templates")
 
 
 def _pytest(session: nox.Session) -> None:

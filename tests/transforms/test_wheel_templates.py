@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from easypipe.transforms.chat.render import ChatTemplate
 from easypipe.transforms.refused import Refused
 
 FOLDER = os.environ.get("EASYPIPE_TEMPLATES")
+# What the package `renderers` says of the same conversations (test_renderers.py), for the page.
+TEMPLATES, CONVERSATIONS, SAME, DIFFERENT = 35, 443, 397, {"glm-4.5", "gemma4"}
 TRAINING = "_training"  # how trl names the marked sibling of a template
 if FOLDER is None and __name__ != "__main__":
     pytest.skip("needs the templates of two wheels: nox -s masks", allow_module_level=True)
@@ -97,11 +99,13 @@ def found(name: str) -> dict[str, ConversationMask]:
     return {one.name: one for one in masks(templates()[name])}
 
 
-def trained(name: str, talk: dict) -> tuple[str, set[int]] | None:
+def trained(
+    name: str, talk: dict, names: Mapping[str, str] = NAMES, day: str = "2026-01-31"
+) -> tuple[str, set[int]] | None:
     """The text, and its characters that are trained, of the first spelling that is proven."""
     source = templates()[name]
-    closers = tuple(sorted({*TOKEN.findall(source), *NAMES.values()}))
-    template = ChatTemplate(source, None, NAMES, closers, "assistant", "2026-01-31", name)
+    closers = tuple(sorted({*TOKEN.findall(source), *names.values()}))
+    template = ChatTemplate(source, None, names, closers, "assistant", day, name)
     for answer in template.render([row for _, row in spellings(talk)]):
         if not isinstance(answer, Refused):
             return answer.text, {i for a, b in answer.spans for i in range(a, b)}
@@ -143,6 +147,14 @@ def page() -> Iterator[str]:
         "tokens to train, without generation markers or a tokenizer. The templates are those in the wheels of trl 1.16.0 and "
         "axolotl 0.19.0. A cell says `yes`, or the form that messages must have, or why the mask is not proven. A row whose "
         "mask is not proven is refused; nothing is guessed. `nox -s masks` writes this page.\n"
+    )
+    yield (
+        "A second opinion is the package `renderers` 0.1.12, which writes conversations of some model families by code and says "
+        f"which tokens the model itself wrote (`nox -s renderers`). Over {len(TALKS)} conversations its text is that of "
+        f"{TEMPLATES} of these templates in {CONVERSATIONS} cases, and in {SAME} of them both masks are the same. The others are "
+        "calls and thoughts of GLM-4.5 and calls of Gemma 4: there `renderers` also trains the token that opens the result of a "
+        "call (`<|observation|>`, `<|tool_response>`), which is masked here, and for GLM not the line break that the model "
+        "writes first, which is trained here.\n"
     )
     yield "| template | " + " | ".join(SAMPLES) + " |\n|" + " --- |" * (len(SAMPLES) + 1)
     yield "| proven of {} | {} |".format(
