@@ -217,7 +217,7 @@ class Images:
             SourceError: Labels are neither numbers nor names, or some are null.
         """
         if not pa.types.is_large_string(self._labels.type):
-            return self._classes
+            return self._classes if isinstance(self._classes, list) else None
         return sorted(set(self._labels.to_pylist()))
 
     def rows(self, classes: Sequence[str] | None) -> ImageRows:
