@@ -14,6 +14,7 @@ import atexit
 import ctypes
 import functools
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -28,6 +29,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_CHILD_SUBREAPER = 36
+# what a run imports, some of it late
+LOADED = (
+    "easypipe.cli.app",
+    "easypipe.run",
+    "easypipe.compat.trainer",
+    "easypipe.kernels.loss.gpu.kernel",
+    "easypipe.kernels.loss.tpu.kernel",
+    "easypipe.transforms.tokenizer.bpe",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "numba",
+    "tokenizers",
+)
 
 
 class Popen(subprocess.Popen[str]):
@@ -63,6 +77,9 @@ def run(command: list[Any], *, timeout: float = 600, **given: Any) -> subprocess
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+_one_at_a_time = threading.Lock()
+
+
 @functools.cache
 def _forker() -> socket.socket:
     """The way to the process that forks, which is started by the first who asks."""
@@ -82,14 +99,16 @@ def _begun(order: dict[str, Any], files: list[int]) -> int:
     """The process number of a fork, a child of this process: it outlives the one between, and this
     one takes its place.
     """
-    forker, library = _forker(), ctypes.CDLL(None)
-    library.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        whole = json.dumps(order).encode()
-        forker.sendmsg([whole], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
-        return int(forker.recv(64))
-    finally:
-        library.prctl(PR_SET_CHILD_SUBREAPER, 0)
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
+    library = ctypes.CDLL(None)
+    with _one_at_a_time:
+        forker = _forker()
+        library.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            forker.sendmsg([json.dumps(order).encode()], [rights])
+            return int(forker.recv(64))
+        finally:
+            library.prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 def _serve(asked: socket.socket) -> dict[str, Any]:
@@ -174,10 +193,8 @@ def _end(run: Callable[[], None]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    import easypipe.cli.app
-    import easypipe.run
-    import easypipe.train.trainer  # noqa: F401
-
+    for name in LOADED:
+        importlib.import_module(name)
     gc.freeze()
     order = _serve(socket.socket(fileno=int(sys.argv[1])))
     _end(lambda: _run(order["arguments"]))
