@@ -49,7 +49,7 @@ from easypipe.stages.pack.stage import PackStage
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.documents import require_documents
 from easypipe.stages.tokenize.text_rows import read_texts, require_text
-from easypipe.transforms.chat.conversations import is_text
+from easypipe.transforms.chat.columns import is_text
 from easypipe.transforms.columns.base import ColumnTransform, Rows, TransformedSource
 from easypipe.transforms.refused import EMPTY
 from easypipe.transforms.tokenizer.bpe import train_bpe

@@ -69,7 +69,7 @@ def remember_checked(
     Raises:
         StorageError: It cannot be written.
     """
-    return commit_checked(path, {**value, NAME: _name(path)}, storage_options)
+    return storage.commit_bytes(path, checked_json({**value, NAME: _name(path)}), storage_options)
 
 
 def read_checked(
@@ -143,7 +143,7 @@ def recall_checked(
         StorageError: The file cannot be read, which says nothing about its content.
     """
     try:
-        value = read_checked(path, storage_options, older=older)
+        value = parse_checked(storage.read_bytes(path, storage_options), path, older=older)
         if (name := value.pop(NAME, _name(path))) != _name(path):  # earlier versions wrote none
             raise _damaged(path, f"it was written as {name}")
         return parse(value)

@@ -29,7 +29,7 @@ from easypipe.stages.config import PipelineConfig
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.encoders import PromptRows
-from easypipe.transforms.chat.conversations import plain_of
+from easypipe.transforms.chat.columns import plain_of
 from easypipe.transforms.chat.render import ChatTemplate
 from easypipe.transforms.chat.spans import FLAG, OPEN, RANGES, WEIGHT, Rendered, flag_of
 from easypipe.transforms.chat.turns import by_turns

@@ -31,7 +31,7 @@ from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.save import SaveStage
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.documents import TokenizedShardedSource, trained_turns
-from easypipe.transforms.chat.conversations import values_of
+from easypipe.transforms.chat.columns import values_of
 
 FIRST_ROWS = 200  # samples are made from so many rows of each dataset
 KEPT = ("written", "stored", "targets", "masked", "with")  # outcomes that lose nothing

@@ -182,7 +182,8 @@ def _requested(file: FileRef, start: int, stop: int) -> bytes:
             raise remote.ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data
 
-    return reading(file, lambda: storage.ask(url, options, call, stop - start, "range"))
+    with reading(file):
+        return storage.ask(url, options, call, stop - start, "range")
 
 
 def open_binary(file: FileRef, ahead_bytes: int = 1 << 22) -> Any:
@@ -248,7 +249,8 @@ class RangeFile(io.RawIOBase):
 def open_local(file: FileRef) -> io.FileIO:
     """Opens a local file without a buffer; refuses one that changed since it was resolved."""
     here = file.here
-    opened = reading(file, lambda: io.FileIO(here.path))
+    with reading(file):
+        opened = io.FileIO(here.path)
     status = os.fstat(opened.fileno())
     if status.st_size != here.num_bytes or str(status.st_mtime_ns) != here.identity:
         opened.close()
@@ -259,12 +261,12 @@ def open_local(file: FileRef) -> io.FileIO:
 def _at(file: FileRef, opened: io.FileIO, start: int, stop: int) -> bytes:
     """Returns all bytes `start` to `stop`; a short read is continued, an early end is an error."""
     data = b""
-    while len(data) < stop - start:
-        at = start + len(data)
-        more = reading(file, lambda at=at: os.pread(opened.fileno(), stop - at, at))
-        if not more:
-            raise changed(file)
-        data = data + more if data else more
+    with reading(file):
+        while len(data) < stop - start:
+            more = os.pread(opened.fileno(), stop - start - len(data), start + len(data))
+            if not more:
+                raise changed(file)
+            data = data + more if data else more
     return data
 
 
@@ -427,7 +429,8 @@ def resolve_remote(
         return _sized(named, info.get("size"), _identity(info))
 
     def listed(method: str) -> dict[str, Json]:
-        found = reading(here, lambda: call(method, detail=True))
+        with reading(here):
+            found = call(method, detail=True)
         files = {key: info for key, info in found.items() if info.get("type") != "directory"}
         return {str(fs._strip_protocol(key)): info for key, info in files.items()}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from easypipe.core import remote
 from easypipe.core.config import digest
@@ -35,8 +36,6 @@ ARCHIVE_EXTENSIONS: dict[str, tuple[str, ...]] = {"webdataset": (".tar",)}
 ALL_EXTENSIONS = {**EXTENSIONS, **TOKEN_EXTENSIONS, **ARCHIVE_EXTENSIONS}
 COMPRESSIONS: dict[str, str] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2"}
 COMPRESSIBLE = ("json", "csv", "txt", "mds", "webdataset")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,10 +186,11 @@ def natural(path: str) -> list[tuple[int, int, str]]:
     ]
 
 
-def reading(file: FileRef, call: Callable[[], T]) -> T:
-    """Returns `call()`; failures of the file system become SourceErrors that name the file."""
+@contextlib.contextmanager
+def reading(file: FileRef) -> Generator[None]:
+    """Turns failures of the file system into SourceErrors that name the file, for the block."""
     try:
-        return call()
+        yield
     except FileNotFoundError as error:
         raise MissingFileError(
             at=file.path, problem="was there when the source was made, and is gone"

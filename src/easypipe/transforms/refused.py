@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from easypipe.core.protocols import Reject
+if TYPE_CHECKING:
+    from easypipe.core.protocols import Reject
 
 NOTHING_TO_TRAIN = "nothing_to_train"
 EMPTY = "empty"  # the text has no characters, or white space alone
@@ -45,6 +46,8 @@ class Refused(NamedTuple):
 
     def of_row(self, row: int) -> Reject:
         """Returns the `Reject` that a source reports for row number `row`."""
+        from easypipe.core.protocols import Reject  # Arrow, which chat workers do without
+
         return Reject(row=row, reason=self.reason, detail=self.detail, benign=self.benign)
 
 

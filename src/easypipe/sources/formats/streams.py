@@ -242,7 +242,8 @@ class _Unpacking:
         """
         while True:
             if not self._rest and not self._held():
-                self._rest = reading(self.file, lambda: self._input.read(INPUT_BYTES))
+                with reading(self.file):
+                    self._rest = self._input.read(INPUT_BYTES)
                 if not self._rest:
                     if self._engine is not None:
                         raise self.file.error(

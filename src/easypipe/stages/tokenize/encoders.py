@@ -64,7 +64,7 @@ from easypipe.stages.tokenize.token_rows import (
     equal_documents,
     sample_of,
 )
-from easypipe.transforms.chat.conversations import decoded_of, is_messages, is_text, plain_of
+from easypipe.transforms.chat.columns import decoded_of, is_messages, is_text, plain_of
 from easypipe.transforms.chat.render import HostileTemplateError
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.chat.turns import CUT_BY

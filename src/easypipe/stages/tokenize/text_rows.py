@@ -15,7 +15,7 @@ from easypipe.core.protocols import Reject, ShardedSource, counted, info_of, lef
 from easypipe.core.schema import data_columns, row_numbers
 from easypipe.core.text import bytes_of, has_text, not_utf8
 from easypipe.core.values import Bools, Int64, UInt8
-from easypipe.transforms.chat.conversations import is_text
+from easypipe.transforms.chat.columns import is_text
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.refused import EMPTY, Refused
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.sandbox import Json, Message, RenderError
 from easypipe.transforms.chat.sentinels import (
     Place,
@@ -23,6 +23,9 @@ from easypipe.transforms.chat.sentinels import (
     without_reasoning,
 )
 from easypipe.transforms.chat.stops import OPENED_THOUGHT, Turns, num_shared
+
+if TYPE_CHECKING:
+    from easypipe.core.values import JsonValue
 
 MOST_ENDS = 1000  # so many ends of tool calls are remembered
 # a thought without a word in it

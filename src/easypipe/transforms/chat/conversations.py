@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-
 from easypipe.core.errors import SourceError, require
 from easypipe.transforms.chat.sandbox import Json, Message, texts_within
 from easypipe.transforms.chat.spans import FLAG, RANGES, WEIGHT, flag_of
@@ -301,80 +299,6 @@ def _kind(value: Json) -> str:
         bool: "true or false",
         list: "a list",
     }.get(type(value), "null")
-
-
-# The functions below give columns of conversations and texts as Python values, whatever Arrow type
-# they have. Conversations are lists of objects with role and content, or JSON text of that.
-
-
-def is_messages(kind: pa.DataType) -> bool:
-    """Whether a column holds lists of objects."""
-    t = pa.types
-    return (t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind)) and t.is_struct(
-        kind.value_type
-    )
-
-
-def is_json(kind: pa.DataType) -> bool:
-    """As core.schema.is_json, which the worker process need not import."""
-    return isinstance(kind, pa.JsonType)
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether values are strings, including JSON."""
-    t = pa.types
-    if is_json(kind):
-        return True
-    return (
-        t.is_large_string(kind)
-        or t.is_string(kind)
-        or t.is_string_view(kind)
-        or (t.is_dictionary(kind) and is_text(kind.value_type))
-    )
-
-
-def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Json]:
-    """Returns the Python values of a column.
-
-    Structs have no keys that Arrow filled with nulls, except those in `keep` of the outermost.
-    """
-    return [value_of(value, keep=keep) for value in plain_of(column)]
-
-
-def plain_of(column: pa.Array) -> list[Json]:
-    """Returns the Python values of any column; bytes for text that is not UTF-8."""
-    return (
-        strings_of(column)
-        if is_text(column.type) or pa.types.is_null(column.type)
-        else column.to_pylist()
-    )
-
-
-def decoded_of(column: pa.Array) -> list[Json]:
-    """Returns the Python values of any column; a column of JSON type is parsed."""
-    return (
-        [None if text is None else loaded(text) for text in strings_of(column)]
-        if is_json(column.type)
-        else plain_of(column)
-    )
-
-
-def strings_of(column: pa.Array) -> list[Json]:
-    """Returns texts, None for null, and bytes for what is not UTF-8."""
-    if pa.types.is_null(column.type):
-        return [None] * len(column)
-    try:
-        return column.cast(pa.large_string()).to_pylist()
-    except (UnicodeDecodeError, pa.ArrowInvalid):
-        raw = column.cast(pa.large_string(), safe=False).view(pa.large_binary()).to_pylist()
-    return [_decoded(value) for value in raw]
-
-
-def _decoded(value: bytes | None) -> str | bytes | None:
-    try:
-        return None if value is None else value.decode()
-    except UnicodeDecodeError:
-        return value
 
 
 def conversations_of(path: Path) -> list[tuple[str, Json]]:

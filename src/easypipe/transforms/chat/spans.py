@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.aligned import Aligned
 from easypipe.transforms.chat.sandbox import Message, RenderError, Template
 from easypipe.transforms.chat.sentinels import UnprovenError
 from easypipe.transforms.chat.stops import Turns, num_shared
+
+if TYPE_CHECKING:
+    from easypipe.core.values import JsonValue
 
 # what follows the text: nothing, an EOS that the loss does not see, an EOS as a target
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2

@@ -6,10 +6,12 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.sandbox import Message, RenderError, Template
+
+if TYPE_CHECKING:
+    from easypipe.core.values import JsonValue
 
 # special tokens that open something, and what closes each
 BRACKETS = ((r"<\|(\w+)>", "<{}|>"), (r"<(\w+)>", "</{}>"), (r"\[(\w+)\]", "[/{}]"))

@@ -9,13 +9,8 @@ import pyarrow as pa
 from easypipe.core.config import digest
 from easypipe.core.errors import place, require, require_columns
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.transforms.chat.conversations import (
-    is_messages,
-    is_text,
-    values_of,
-    wrong_messages,
-    wrong_tools,
-)
+from easypipe.transforms.chat.columns import is_messages, is_text, values_of
+from easypipe.transforms.chat.conversations import wrong_messages, wrong_tools
 from easypipe.transforms.chat.pool import Asked
 from easypipe.transforms.chat.render import (
     HostileTemplateError,

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE, is_list
-from easypipe.transforms.chat.conversations import is_messages, is_text, values_of
+from easypipe.transforms.chat.columns import is_messages, is_text, values_of
 from easypipe.transforms.chat.sandbox import Json, Row
 
 LIKE = 85  # of 100: names less alike than this are not taken for each other

@@ -10,7 +10,7 @@ import xxhash
 from easypipe.core.config import digest
 from easypipe.core.errors import TokenizerError, require, require_columns
 from easypipe.core.random import child, fold
-from easypipe.transforms.chat.conversations import is_text
+from easypipe.transforms.chat.columns import is_text
 from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer

@@ -13,14 +13,8 @@ import pyarrow as pa
 from easypipe.core.errors import require
 from easypipe.core.schema import is_list
 from easypipe.core.values import Identity, JsonObject
-from easypipe.transforms.chat.conversations import (
-    MessageReader,
-    cleaned,
-    is_messages,
-    is_text,
-    value_of,
-    wrong_messages,
-)
+from easypipe.transforms.chat.columns import is_messages, is_text
+from easypipe.transforms.chat.conversations import MessageReader, cleaned, value_of, wrong_messages
 from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import (
     ENGINE_VERSION,

@@ -432,10 +432,11 @@ class Tokenizer:
         while row < len(column):
             full = int(np.searchsorted(starts, starts[row] + _REFERENCE_BYTES, side="right")) - 1
             stop = max(row + 1, full)
-            encoded = self._plain(column.slice(row, stop - row).to_pylist())
-            lengths[row:stop] = [len(ids) for ids in encoded]
+            some = self._reference_batch(column.slice(row, stop - row).to_pylist())
             # a third faster than NumPy reads lists
-            pieces += [np.frombuffer(array("I", ids), np.uint32) for ids in encoded]
+            encoded = [np.frombuffer(array("I", one.ids), np.uint32) for one in some]
+            lengths[row:stop] = [len(ids) for ids in encoded]
+            pieces += encoded
             row = stop
         return offsets_of(lengths), np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
 

@@ -1,0 +1,78 @@
+"""Columns of conversations and texts as Python values, whatever Arrow type they have.
+
+Conversations are lists of objects with role and content, or JSON text of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from easypipe.core.schema import is_json
+from easypipe.transforms.chat.conversations import loaded, value_of
+from easypipe.transforms.chat.sandbox import Json
+
+
+def is_messages(kind: pa.DataType) -> bool:
+    """Whether a column holds lists of objects."""
+    t = pa.types
+    return (t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind)) and t.is_struct(
+        kind.value_type
+    )
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values are strings, including JSON."""
+    t = pa.types
+    return (
+        is_json(kind)
+        or t.is_large_string(kind)
+        or t.is_string(kind)
+        or t.is_string_view(kind)
+        or (t.is_dictionary(kind) and is_text(kind.value_type))
+    )
+
+
+def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Json]:
+    """Returns the Python values of a column.
+
+    Structs have no keys that Arrow filled with nulls, except those in `keep` of the outermost.
+    """
+    return [value_of(value, keep=keep) for value in plain_of(column)]
+
+
+def plain_of(column: pa.Array) -> list[Json]:
+    """Returns the Python values of any column; bytes for text that is not UTF-8."""
+    return (
+        strings_of(column)
+        if is_text(column.type) or pa.types.is_null(column.type)
+        else column.to_pylist()
+    )
+
+
+def decoded_of(column: pa.Array) -> list[Json]:
+    """Returns the Python values of any column; a column of JSON type is parsed."""
+    return (
+        [None if text is None else loaded(text) for text in strings_of(column)]
+        if is_json(column.type)
+        else plain_of(column)
+    )
+
+
+def strings_of(column: pa.Array) -> list[Json]:
+    """Returns texts, None for null, and bytes for what is not UTF-8."""
+    if pa.types.is_null(column.type):
+        return [None] * len(column)
+    try:
+        return column.cast(pa.large_string()).to_pylist()
+    except (UnicodeDecodeError, pa.ArrowInvalid):
+        raw = column.cast(pa.large_string(), safe=False).view(pa.large_binary()).to_pylist()
+    return [_decoded(value) for value in raw]
+
+
+def _decoded(value: bytes | None) -> str | bytes | None:
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError:
+        return value
