@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
+
 HERE = Path(__file__).parent
 
 
@@ -22,7 +24,7 @@ def python(script: str, *arguments: object, devices: int = 1) -> subprocess.Pope
         "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
     }
     command = [sys.executable, str(HERE / "loader" / script), *map(str, arguments)]
-    return subprocess.Popen(
+    return forked.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 

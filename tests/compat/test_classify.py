@@ -23,6 +23,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import forked
 import laws
 from easypipe import ClassifyConfig, ConfigError, SourceError, TaskSpec, UniversalDataModule
 from easypipe.cli import main
@@ -599,9 +600,7 @@ def test_one_of_several_processes_is_refused(tmp_path: Path) -> None:
     }
     each = [os.environ | told | {"JAX_PROCESS_ID": str(i)} for i in range(2)]
     for process in [
-        subprocess.Popen(
-            command, env=one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        forked.Popen(command, env=one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for one in each
     ]:
         said, _ = process.communicate(timeout=120)

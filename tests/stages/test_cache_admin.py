@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from easypipe import CacheError, ConfigError, Pipeline, StallError, TokenCache
 from easypipe.cache import admin as cache_admin
 from easypipe.cache.admin import clear_cache, list_cache
@@ -42,7 +43,7 @@ def start(cache_dir: Path, what: str) -> subprocess.Popen[str]:
         what,
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    return subprocess.Popen(
+    return forked.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
 

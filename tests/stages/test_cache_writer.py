@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 
+import forked
 import strategies
 from easypipe.cache import writer as cache_writer
 from easypipe.cache.folder import STATS
@@ -273,9 +274,7 @@ def test_killed_at_any_point_it_goes_on(tmp_path: Path) -> None:
         ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
         command += [str(tmp_path / str(die_at)), str(die_at)]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=120, env=environment
-        )
+        return forked.run(command, env=environment)
 
     points = [0, 1, 2, 3, 4, 7, 30, 58, 60]
     with ThreadPoolExecutor(2) as pool:
@@ -378,7 +377,7 @@ def test_two_at_once_do_no_harm(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(small_tokenizer_folder()), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     both = [
-        subprocess.Popen(
+        forked.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
         for _ in range(2)
