@@ -327,11 +327,11 @@ def test_a_chat_worker_loads_no_arrays() -> None:
 
 def test_import_is_quick_and_leaves_jax_alone() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import easypipe; seconds = "
-        "time.perf_counter() - start\n"
+        "import sys, time; start = time.process_time(); import easypipe; seconds = "
+        "time.process_time() - start\n"
         "assert 'jax' not in sys.modules; print(seconds)"
     )
-    seconds = [float(python(code)) for _ in range(5)]
+    seconds = [float(python(code)) for _ in range(3)]
     assert min(seconds) < 0.3, seconds  # the others tell what else the machine did
 
 
