@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+import forked
 from easypipe.core.config import allowing_code, from_dict, is_config, parse_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -80,15 +81,7 @@ def test_python_blocks_run(page: Path, project: Path, tmp_path: Path) -> None:
     script = tmp_path / f"page_{page.stem}.py"  # its line numbers are those of the page
     script.write_text(code, encoding="utf-8")
     env = os.environ | {"JAX_PLATFORMS": "cpu", "EASYPIPE_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, script.name],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    done = forked.run([sys.executable, script.name], cwd=tmp_path, env=env)
     assert done.returncode == 0, (
         f"{page.name} (line numbers are the page's):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     )

@@ -7,12 +7,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 from easypipe import (
     DatasetConfig,
     LengthPolicy,
@@ -325,15 +325,13 @@ def of_ranks(folder: Path, name: str) -> Any:
 def streaming_processes(folder: Path) -> Any:
     """The same of two processes, each of which reads the files of its own streams."""
     made = [
-        subprocess.run(
+        forked.run(
             [
                 sys.executable,
                 "-c",
                 f"from golden import batches; batches.rank({str(folder)!r}, {rank})",
             ],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            check=True,
         ).stdout
         for rank in (0, 1)
     ]

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+import forked
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_loss.py"
 
@@ -27,13 +28,7 @@ def test_the_gpu_benchmark_runs_without_a_gpu(tmp_path):
         "--only",
         "easypipe,tokamax",
     ]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run([*command, "--out", str(tmp_path)], env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu_loss_cpu.json").read_text())["results"]
     assert max(found["easypipe"][0]["errors"]) < 0.02

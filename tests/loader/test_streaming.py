@@ -26,6 +26,7 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import forked
 import pipelines
 from easypipe import (
     DatasetConfig,
@@ -314,7 +315,7 @@ def test_processes_read_their_own_streams_and_resume_from_each_other(tmp_path: P
         }
         command = [sys.executable, str(script), str(port), str(count)]
         running = [
-            subprocess.Popen(
+            forked.Popen(
                 [*command, str(i), str(tmp_path), str(before)],
                 env=env,
                 stdout=subprocess.PIPE,

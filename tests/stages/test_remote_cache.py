@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import forked
 from easypipe import (
     CacheError,
     ConfigError,
@@ -426,7 +427,7 @@ def test_processes_prepare_the_same_at_once(tmp_path: Path, gs: Store) -> None:
     arguments = [tokenizer(), url, json.dumps(gs.options)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     running = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, str(TESTS / "stages" / "remote_cache_user.py"), *arguments, str(tmp_path / f"m{i}")],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )

@@ -28,6 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+import forked
 import laws
 from easypipe import (
     BudgetError,
@@ -225,16 +226,10 @@ def test_a_real_kill_leaves_finished_shards(tmp_path: Path) -> None:
         "print(report.folders[0].resumed_shards)\n"
     )
     jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts(80)])
-    killed = subprocess.run(
-        [sys.executable, "-c", job],
-        env=os.environ | {"KILL": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    killed = forked.run([sys.executable, "-c", job], env=os.environ | {"KILL": "1"})
     assert killed.returncode == -9, killed.stderr
     assert not (tmp_path / "out" / MANIFEST).exists()
-    done = subprocess.run([sys.executable, "-c", job], capture_output=True, text=True, check=False)
+    done = forked.run([sys.executable, "-c", job])
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 1
     assert not list((tmp_path / "out").glob(".tmp-*"))
@@ -786,7 +781,7 @@ def two_processes(
     environment = {**os.environ, "PYTHONPATH": paths}
     table(packed(tmp_path).get_data()["mixed"])  # so that both find their tokens prepared
     running = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, str(script), str(tmp_path), out, json.dumps(options), tokenizer(), str(seed), how],
             stdout=subprocess.PIPE, text=True, env=environment,
         )

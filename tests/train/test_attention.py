@@ -5,7 +5,6 @@ interpreted here, and compiled for a TPU.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import forked
 import kernel_costs
 from aot import array, compiled, tpu_mesh
 from easypipe.core.errors import ConfigError
@@ -112,9 +112,7 @@ def test_on_eight_devices():
     not divide.
     """
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    ran = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=env, timeout=300
-    )
+    ran = forked.run([sys.executable, __file__], env=env)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import forked
 from easypipe import ModelConfig, Trainer
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, StateError
@@ -196,7 +196,8 @@ def runs(folder: Path) -> None:
 def test_the_model_comes_near_its_teacher(tmp_path: Path) -> None:
     """With micro-batches and over eight devices too: the same kl, which falls."""
     command = [sys.executable, __file__, str(tmp_path)]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    done = forked.run(command, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    assert done.returncode == 0, done.stderr[-3000:]
     whole, *others = (read_metrics(tmp_path / name / "metrics.jsonl") for name in WAYS)
     assert whole[-1]["kl"] < 0.7 * whole[0]["kl"]
     assert 0 < whole[-1]["eval"]["held"]["kl"] < whole[0]["kl"]

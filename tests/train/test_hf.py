@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+import forked
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StateError
 from easypipe.train import load_pretrained, save_pretrained
 from easypipe.train.losses.loss import loss_sums
@@ -562,7 +563,7 @@ def test_each_device_gets_its_part_and_the_files_are_read_slice_by_slice(tmp_pat
     folder = write_model(tmp_path / "in", config, tensors(config), files=3)
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     arguments = [sys.executable, "-c", SHARDED, str(folder), str(tmp_path / "out")]
-    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=300)
+    done = forked.run(arguments, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all equal" in done.stdout
 

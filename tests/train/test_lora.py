@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import forked
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.train import state as states
 from easypipe.train.config import CheckpointConfig, OptimizerConfig
@@ -294,7 +294,7 @@ def test_on_eight_devices_adapters_lie_as_what_they_adapt(tmp_path: Path) -> Non
         "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]),
     }
     arguments = [sys.executable, "-c", EIGHT, str(model), str(tmp_path)]
-    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=300)
+    done = forked.run(arguments, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all equal" in done.stdout
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import forked
 
 STEPS, BAD = 12, (8, 9)  # steps whose batch has labels outside the vocabulary
 
@@ -168,13 +169,8 @@ if __name__ == "__main__":
 def test_a_rolled_back_run_with_adapters_stays_divided_and_resumes_bit_for_bit(
     tmp_path: Path,
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = forked.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-4000:]
     saw = json.loads(done.stdout.splitlines()[-1])
     assert saw["rollbacks"] == [9]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import subprocess
 import sys
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import forked
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError
 from easypipe.train.losses.loss import loss_sums
@@ -340,9 +340,7 @@ def test_born_sharded_and_equal_on_every_mesh(tied):
     """In a process of its own: a process fixes its number of devices when jax starts."""
     program = MESH_PROGRAM.replace("TIED", str(tied))
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300
-    )
+    done = forked.run([sys.executable, "-c", program], env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all equal" in done.stdout
     assert "rematerialization" not in done.stderr, "the partitioner gave up on a layout"

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -22,6 +21,7 @@ import optax
 import pytest
 from flax import nnx
 
+import forked
 from easypipe.core.errors import ConfigError
 from easypipe.train import state as states
 from easypipe.train.config import CheckpointConfig
@@ -372,9 +372,8 @@ def print_what_devices_hold() -> None:
 @pytest.fixture(scope="module")
 def held() -> dict[str, list[list]]:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, timeout=300, check=True
-    )
+    done = forked.run([sys.executable, __file__], env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
