@@ -804,6 +804,8 @@ FAULTS = [
           "for file in (found.quarantine, *(part.file for part in found.parts)):", "for file in (*(part.file for part in found.parts),):"),
     fault("a Megatron index begins again behind its first chunk", "sources/external/megatron.py", "tests/sources/test_tokens.py -k first_chunk",
           "                at = int(ends[-1])\n", ""),
+    fault("no tools are a list to a template", "transforms/chat/conversations.py", "tests/transforms/test_prompts.py -k no_tools_are",
+          '"tools": tools or None', '"tools": tools'),
 ]
 # fmt: on
 

@@ -528,6 +528,15 @@ def test_train_empty_thinking() -> None:
         )
 
 
+@pytest.mark.parametrize("tools", [None, [], "[]", "null"])
+def test_no_tools_are_none_to_a_template(tools: Any) -> None:
+    """Llama 3.1 and others ask whether `tools is none`: an empty list would print a list of no
+    tools.
+    """
+    template = "{% if tools is not none %}tools: {{ tools }}{% endif %}" + CHATML
+    assert shown(TALK | {"tools": tools}, template=template) == shown(TALK, template=CHATML)
+
+
 def test_tools_column_system_prompt_and_template_date() -> None:
     template = (
         "{% if tools %}{{ tools|tojson }}{% endif %}{{ strftime_now('%Y') if false else '' }}"
