@@ -806,6 +806,14 @@ FAULTS = [
           "                at = int(ends[-1])\n", ""),
     fault("no tools are a list to a template", "transforms/chat/conversations.py", "tests/transforms/test_prompts.py -k no_tools_are",
           '"tools": tools or None', '"tools": tools'),
+    fault("an own collator alone does not say what rows are", "compat/data_module.py", "tests/compat/test_document_004.py -k own_collator",
+          "sure=task_spec is not None or collate_fn is not None", "sure=task_spec is not None and collate_fn is not None"),
+    fault("an error shows a long text whole", "train/model/writing.py", "tests/train/test_export.py -k cannot_be_asked",
+          'short = said if len(said) <= SHOWN else f"{said[:SHOWN]} ..."', "short = said"),
+    fault("verify asks for a saved folder with the options of the cache", "cli/verify.py", "tests/stages/test_verify.py -k saved_folder_in_a_bucket",
+          "None if data.save is None else data.save.output_dir", "None"),
+    fault("a report leaves out the config of its run", "train/report/page.py", "tests/train/test_report.py -k config_of_the_run",
+          'return Section(heading, text=path.read_text(encoding="utf-8", errors="replace"))', "return Section(heading)"),
 ]
 # fmt: on
 

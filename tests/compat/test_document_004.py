@@ -480,6 +480,15 @@ def test_what_means_nothing_is_refused(options: dict[str, Any], message: str) ->
         UniversalDataModule(**({"train_data": MyDataset(), "seed": 1} | options)).train_dataloader()
 
 
+def test_a_tokenizer_of_rows_without_a_text_that_is_known_is_for_an_own_collator() -> None:
+    rows = [{"sentence": f"row {i}"} for i in range(20)]
+    options: dict[str, Any] = {"tokenizer": tokenizer(), "batch_size": 4, "seed": 1}
+    with pytest.raises(ConfigError, match=r"tokenizer: has no effect: .*Name the column of text"):
+        UniversalDataModule(rows, **options)
+    own = UniversalDataModule(rows, collate_fn=lambda some: {"n": np.array([len(some)])}, **options)
+    assert [batch["n"].tolist() for batch in own.train_dataloader()] == [[4]] * 5
+
+
 def test_state_is_kept_beside_a_checkpoint_as_the_document_does() -> None:
     data_module = UniversalDataModule(MyDataset(), batch_size=10, seed=42)
     loader = data_module.train_dataloader()

@@ -251,6 +251,11 @@ def test_a_saved_folder_in_a_bucket_is_repaired(tmp_path: Path, store: Store) ->
     assert "damaged: checksum" in broken.problems[0].what
     assert all(one.ok for one in chain.repair(url))
     assert store.files(url) == before
+    broken_in(store, url, "part-")
+    made = values(tmp_path, save=save)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": made}))
+    assert main(["verify", url, "--repair", str(tmp_path / "run.yaml")]) == 0
+    assert store.files(url) == before
 
 
 def test_a_token_cache_in_a_bucket_is_repaired(

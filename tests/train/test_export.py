@@ -242,6 +242,11 @@ def test_a_published_model_without_a_tokenizer_is_asked_for_one(
             "line 1, prompt: is text, not messages. Give it as an argument: easypipe generate RUN "
             "'How many figs?'",
         ),
+        (
+            ["--messages", "FILE"],
+            json.dumps({"prompt": "y" * 61}),
+            f"Give it as an argument: easypipe generate RUN '{'y' * 60} ...'.",
+        ),
         (["--messages", "FILE", "x"], "[]", "PROMPT: is given beside another way to ask"),
         ([], "", "PROMPT: none is given"),
         (["x", "--system", "y"], "", "--system: has no effect without --chat"),

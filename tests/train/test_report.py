@@ -86,6 +86,15 @@ def test_what_the_page_draws_is_what_the_run_wrote(tmp_path: Path) -> None:
     assert values["a: EOS", "pack a"] == 1
 
 
+def test_the_page_shows_the_config_of_the_run(tmp_path: Path) -> None:
+    made = run(tmp_path)
+    config = (made / "run.yaml").read_text()
+    assert config in page([made])
+    (made / "run.yaml").unlink()
+    assert "no run.yaml" in (without := page([made]))
+    assert config not in without
+
+
 @pytest.mark.parametrize(
     ("record", "found"),
     [
