@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -256,7 +257,93 @@ CALLS = [
     ),  # type: ignore[arg-type]
 ]
 
+# Devices that never end, and files that a command would write over
+
+
+CHAT = {"chat_template": "/dev/zero"}
+
+
+def endless(what: str, says: str, **dataset: Any) -> Case:
+    options = {f"datasets.0.{key}": value for key, value in dataset.items()}
+    return Case(what, says, options=options)
+
+
+def lists(edges: tuple[int, int]) -> bytes:
+    """An Arrow file of two rows of tokens, whose lists end at `edges` in place of 7777 and 7787."""
+    columns = {"input_ids": [[1] * 7777, [1] * 10]}
+    out, table = io.BytesIO(), pa.table(columns, pa.schema([("input_ids", pa.list_(pa.int32()))]))
+    with pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table)
+    return out.getvalue().replace(struct.pack("<ii", 7777, 7787), struct.pack("<ii", *edges))
+
+
+def dictionary() -> bytes:
+    array = pa.DictionaryArray.from_arrays(pa.array([0, 7], pa.int8()), pa.array(["x"]), safe=False)
+    out, table = io.BytesIO(), pa.table({"text": array})
+    with pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table)
+    return out.getvalue()
+
+
+ENDLESS = [
+    endless("a chat template that is a device", "'/dev/zero' is neither a file nor the", **CHAT),
+    endless(
+        "a template of prompts that is a device",
+        "'/dev/zero' is neither a file nor the",
+        prompt={"format_type": "custom", "template": "/dev/zero", "input_columns": ["text"]},
+    ),
+    endless(
+        "few-shot examples that are a device",
+        "/dev/zero: is a pipe, a socket or a device. Copy",
+        prompt={"format_type": "alpaca", "few_shot": {"data_files": "/dev/zero", "count": 1}},
+    ),
+    Case(
+        "a page that would replace a pipe",
+        "out.html: cannot be written … it is a pipe, a socket or a device … Check the path",
+        setup=lambda folder: os.mkfifo(folder / "out.html"),
+        run=("preview", "run.yaml", "--html", "out.html"),
+    ),
+    command("run.yaml: is a file, and no HTML page", "preview", "run.yaml", "--html", "run.yaml"),
+    command("--json: has no effect", "preview", "run.yaml", "--json", "--html", "out.html"),
+    command("--json: has no effect", "plan", "run.yaml", "--json", "--html", "out.html"),
+    command("--json: has no effect", "discover", "data.jsonl", "--json", "--html", "out.html"),
+    Case(
+        "a plan of 10^20 steps of data without end",
+        "steps … passes over this data … Give steps for at most 100,000",
+        options={"datasets": [{"name": name, "data_files": "data.jsonl"} for name in "ab"]},
+        run=("plan", "run.yaml", "--steps", "9" * 20),
+    ),
+    command("load … recursive", "prepare", "run.yaml", "--set", "load=&a [*a]"),
+    command("not of the form", "prepare", "run.yaml", "--set", ".".join("a" * 2000) + "=1"),
+    file(
+        "Arrow: a list that ends behind the file",
+        "damaged column 'input_ids': … Copy",
+        "a.arrow",
+        lists((7777, 1 << 24)),
+    ),
+    file(
+        "Arrow: a list that ends before it begins",
+        "damaged column 'input_ids': … Copy",
+        "a.arrow",
+        lists((7777, 3)),
+    ),
+    file(
+        "Arrow: a list that begins before the file",
+        "damaged column 'input_ids': … Copy",
+        "a.arrow",
+        lists((-5, 7787)),
+    ),
+    file(
+        "Arrow: a text of a dictionary that ends before",
+        "'text' … Index 7",
+        "a.arrow",
+        dictionary(),
+    ),
+]
+
+
 KINDS = {
+    "Devices, and what commands write over": ENDLESS,
     "Numbers and names of YAML": YAML,
     "Bytes of data files": FILES,
     "Rows of tokens": TOKEN_ROWS,

@@ -69,3 +69,17 @@ def test_a_panic_of_a_library_is_one_line(
     monkeypatch.setattr(app, "app", panics)
     assert main(["plan", "x.yaml"]) == 1
     assert capsys.readouterr().err.startswith("easypipe: PanicException: index out of bounds. ")
+
+
+def test_a_device_whose_memory_ran_out_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import jax
+
+    def exhausts(*_: object, **__: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    monkeypatch.setattr(app, "app", exhausts)
+    assert main(["generate", "run", "x"]) == 1
+    said = "easypipe: memory ran out. Give the process more, or less to do at a time.\n"
+    assert capsys.readouterr().err == said

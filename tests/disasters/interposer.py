@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any, Self
 
 SOURCE = Path(__file__).with_name("interposer.c")
@@ -220,6 +220,8 @@ def _serve() -> None:
 
     if "arrays" in sys.argv:
         import easypipe.run  # noqa: F401
+
+        _keep_compiled()
     for line in sys.stdin:
         told, as_one = json.loads(line)
         children = [_fork(Order(**order), said) for order, said in told]
@@ -230,6 +232,17 @@ def _serve() -> None:
                 with contextlib.suppress(Exception):
                     _load_kernels(importlib.import_module(name))
         print(json.dumps(codes), flush=True)
+
+
+def _keep_compiled() -> None:
+    """Lets every process of a run write what it compiled for the next runs, under a key of its own.
+
+    jax lets the first one alone, so that the others compile in every run, which is most of its time.
+    """
+    from jax._src import compiler
+
+    first: Any = SimpleNamespace(global_state=SimpleNamespace(process_id=0, client=None))
+    compiler.distributed = first
 
 
 def _load_kernels(module: ModuleType) -> None:

@@ -250,6 +250,7 @@ def test_a_published_model_without_a_tokenizer_is_asked_for_one(
         (["--messages", "FILE", "x"], "[]", "PROMPT: is given beside another way to ask"),
         ([], "", "PROMPT: none is given"),
         (["x", "--system", "y"], "", "--system: has no effect without --chat"),
+        (["x", "\ud800"], "", r"prompts[1]: '\ud800' is no text of Unicode. Write it anew."),
     ],
 )
 def test_what_cannot_be_asked_is_refused(

@@ -232,6 +232,7 @@ def test_a_row_ends_before_eos():
         ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0 is no factor"),
         ({"stop": "x"}, "stop: is text, and tokens are known only by their ids"),
         ({"attention_mask": [[1, 1]]}, r"attention_mask: has the shape \(1, 2\)"),
+        ({"seed": 2**70}, "seed: 1180591620717411303424 does not fit 64 bits"),
         ({"top_k": 32}, "top_k: 32 of a vocabulary of 31. Give 1 to 31"),
     ],
 )

@@ -218,7 +218,8 @@ def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
     if isinstance(error, OSError) and error.errno is not None:
         _say(f"{error.filename or 'output'}: {error.strerror}. Check space and permissions.")
         return 1
-    if isinstance(error, MemoryError):
+    device = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+    if isinstance(error, MemoryError) or device:
         _say("memory ran out. Give the process more, or less to do at a time.")
         return 1
     _say(

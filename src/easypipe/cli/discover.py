@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from easypipe.cli.arguments import AsJson, Html
-from easypipe.cli.show import say, write_page
+from easypipe.cli.show import require_one, say, write_page
 from easypipe.core.errors import ConfigError, require
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def discover(
 
     Exit code 3: some part has no proposed config, because a choice must be made first.
     """
+    require_one(as_json, html)
     from easypipe.discovery.discover import discover as look
 
     options: Any = {"type": kind, "split": split, "subset": subset, "revision": revision}

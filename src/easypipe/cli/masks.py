@@ -13,7 +13,7 @@ import typer
 from easypipe.cli.arguments import AsJson, Html
 from easypipe.cli.explain import text_line
 from easypipe.cli.preview import TRAINED
-from easypipe.cli.show import say, write_page
+from easypipe.cli.show import require_one, say, write_page
 
 if TYPE_CHECKING:
     from easypipe.previews.masks import ConversationMask
@@ -81,6 +81,7 @@ def masks(
     masked text is dim and in ⟦ ⟧. Says whether the mask is proven; exit code 1 if that of a
     conversation of --messages is not.
     """
+    require_one(as_json, html)
     from easypipe.previews.masks import masks as find
     from easypipe.previews.masks import masks_page
     from easypipe.transforms.chat.conversations import conversations_of

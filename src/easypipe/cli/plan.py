@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from easypipe.cli.arguments import AsJson, ConfigFile, Html, Overrides
-from easypipe.cli.show import console, progress, say, write_page
+from easypipe.cli.show import console, progress, require_one, say, write_page
 from easypipe.core.errors import EasypipeError, require
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def plan(
     """Show what a run of CONFIG.YAML would do. Shows steps, shares and epochs of datasets, how full
     rows are, dropped tokens and disk space, and with --topology whether the run fits the devices.
     """
+    require_one(as_json, html)
     from easypipe.cli.configs import described, of_images
 
     if of_images(config, overrides or []):

@@ -10,7 +10,7 @@ import typer
 
 from easypipe.cli.arguments import AsJson, ConfigFile, Html, Overrides
 from easypipe.cli.explain import text_line
-from easypipe.cli.show import progress, say, write_page
+from easypipe.cli.show import progress, require_one, say, write_page
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -40,6 +40,7 @@ def preview(
     """Show samples of CONFIG.YAML, and which text is trained. Trained text is green; masked text is
     dim and in ⟦ ⟧. Speakers and cuts are marked.
     """
+    require_one(as_json, html)
     from easypipe.cli.configs import described
     from easypipe.previews.samples import preview as look
 

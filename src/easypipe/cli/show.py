@@ -40,11 +40,23 @@ def say(text: str | Text, style: str | None = None) -> None:
     console().print(text, style=style, soft_wrap=True)
 
 
+def require_one(as_json: bool, html: Path | None) -> None:
+    """Checks that JSON and a page are not both asked for."""
+    from easypipe.core.errors import require
+
+    require(
+        not as_json or html is None,
+        "--json",
+        "has no effect beside --html",
+        "Leave one of them out.",
+    )
+
+
 def write_page(path: Path, page: str) -> None:
     """Writes an HTML page as one commit, and prints its path."""
-    from easypipe.core.storage import commit_bytes
+    from easypipe.core.pages import commit_page
 
-    commit_bytes(path, page.encode())
+    commit_page(path, page)
     say(f"wrote {path}")
 
 

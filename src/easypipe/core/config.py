@@ -40,7 +40,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from easypipe.core.errors import ConfigError, did_you_mean, place, require
 from easypipe.core.foreign_names import ours
-from easypipe.core.safe_yaml import read_yaml, wrong_yaml
+from easypipe.core.safe_yaml import DEEPEST, read_yaml, wrong_yaml
 from easypipe.core.trust import require_trusted_storage
 from easypipe.core.values import Arguments, JsonObject, Settings
 
@@ -421,8 +421,8 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
     for override in overrides:
         path, equals, text = override.partition("=")
         require(
-            equals and all(path.split(".")),
-            override,
+            equals and all(path.split(".")) and path.count(".") < DEEPEST,
+            override[:200],
             "not of the form key.path=value",
             "Write --set train.steps=100.",
         )

@@ -6,6 +6,7 @@ These are runs, plans, discoveries, previews, masks and the doctor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from easypipe.core.values import Json, JsonValue
@@ -35,6 +36,25 @@ class Section(NamedTuple):
 def page_of(title: str, sections: Sequence[Section]) -> str:
     """Returns an HTML page without a script: the sections, one below the other."""
     return render("easypipe.core", {"title": title, "sections": sections, "shown": shown})
+
+
+def commit_page(path: Path, page: str) -> None:
+    """Writes an HTML page as one commit.
+
+    Raises:
+        StorageError: A file stands there that is no HTML page, such as the config that it was made
+            of; or the page cannot be written.
+    """
+    from easypipe.core.errors import StorageError
+    from easypipe.core.storage import commit_bytes
+
+    if path.is_file():
+        with path.open("rb") as file:
+            begin = file.read(100).lstrip().lower()
+        if begin and not begin.startswith((b"<!doctype html", b"<html")):
+            problem = "is a file, and no HTML page"
+            raise StorageError(at=str(path), problem=problem, fix="Give another name.")
+    commit_bytes(path, page.encode())
 
 
 def render(package: str, values: Json) -> str:

@@ -77,7 +77,7 @@ class _SafeLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Constructs the value of a node; every failure becomes an error that names the line."""
         try:
-            made: Any = super().construct_object(node, deep)  # pyright: ignore[reportUnknownMemberType]
+            made: Any = super().construct_object(node, True)  # pyright: ignore[reportUnknownMemberType]
             if isinstance(made, str) and any("\ud800" <= c <= "\udbff" for c in made):
                 # JSON writes one letter as two escapes, "\ud83d\ude00"
                 made = made.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")

@@ -15,6 +15,7 @@ again if it fails for a passing reason (core/remote.py).
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -165,7 +166,14 @@ def read_bytes(path: str | Path, storage_options: StorageOptions = None) -> byte
     """
     try:
         if not is_remote(path):
-            return Path(_local(path)).read_bytes()
+            local = _local(path)
+            if _is_device(local):
+                raise StorageError(
+                    at=str(path),
+                    problem="is a pipe, a socket or a device",
+                    fix="Copy what it gives into a file.",
+                )
+            return local.read_bytes()
         return bytes(
             ask(
                 path,
@@ -394,6 +402,8 @@ def commit_file(
             folder = Path(tempfile.mkdtemp(prefix="easypipe-"))
             temporary = folder / "commit"
         else:
+            if _is_device(Path(target)):  # renaming a file to its name would replace it
+                raise FileExistsError(errno.EEXIST, "it is a pipe, a socket or a device")
             temporary, folder = temporary_of(Path(target)), None
     try:
         _step("write", target)
@@ -602,6 +612,11 @@ def _changed(path: Path) -> float:
     """Returns when a file, or anything in a folder, was last written to."""
     inside = path.rglob("*") if path.is_dir() else ()
     return max(one.lstat().st_mtime for one in (path, *inside))
+
+
+def _is_device(path: Path) -> bool:
+    """Returns whether a path names a pipe, a socket or a device, which may never end."""
+    return not path.is_file() and path.exists() and not path.is_dir()
 
 
 def _local(path: str | Path) -> Path:

@@ -306,7 +306,7 @@ class FileSource(Source):
             return constant(dict(file.partitions).get(name), rows, kind)
         try:
             return column(found[name].chunks, kind)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        except pa.ArrowException as error:
             raise file.error(
                 f"cannot be read as {kind}, which it has in other files or rows: {error}",
                 f"Leave {name!r} out with columns=[...], or rewrite the file.",

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from easypipe.core.errors import SourceError, raising
 from easypipe.core.schema import offsets_of
-from easypipe.core.values import Int64
+from easypipe.core.values import Int64, Integers
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import library_errors, open_binary, open_local, read_range
 from easypipe.sources.refs import FileRef
@@ -19,6 +20,7 @@ log = logging.getLogger("easypipe")
 
 FILE_MAGIC = b"ARROW1"
 END_MARK = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream
+COPY = "Copy or write the file again."
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # the continuation marker before the first message
 
 
@@ -97,6 +99,13 @@ class ArrowShardedSource(FileSource):
         last = int(np.searchsorted(batches.first_row, stop, side="left"))
         with library_errors(file.path, "Arrow data"), _open(file) as opened:
             parts = _read(opened, batches, fields.names, first, last)
+            for batch in parts:
+                for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                    with raising(
+                        SourceError, file.path, f"damaged column {name!r}", COPY, pa.ArrowException
+                    ):
+                        column.validate()
+                        _require_offsets(column)
         table = pa.Table.from_batches(parts)
         return Rows(table.slice(start - int(batches.first_row[first]), stop - start))
 
@@ -149,6 +158,45 @@ def _read(
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(opened), batches.schema)
         parts.append(batch.select(names))
     return parts
+
+
+def _require_offsets(array: pa.Array) -> None:
+    """Checks that every list and text, at any depth, lies within what it is cut from.
+
+    The library checks sizes of buffers alone, and then reads whatever the offsets say.
+
+    Raises:
+        ArrowInvalid: One does not.
+    """
+    kind, t = array.type, pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return _require_offsets(array.storage)
+    inside: list[pa.Array] = []
+    if t.is_struct(kind):
+        inside = [array.field(i) for i in range(kind.num_fields)]
+    elif t.is_fixed_size_list(kind):
+        inside = [array.values]
+    elif t.is_dictionary(kind):
+        inside = [array.dictionary]
+    elif t.is_list(kind) or t.is_large_list(kind) or t.is_map(kind):
+        inside = [array.values]
+        _require_within(array.offsets.to_numpy(), len(array.values))
+    elif kind in (pa.string(), pa.binary(), pa.large_string(), pa.large_binary()):
+        _, ends, data = array.buffers()
+        if len(array):
+            dtype = np.int64 if t.is_large_string(kind) or t.is_large_binary(kind) else np.int32
+            edges = np.frombuffer(ends, dtype)[array.offset : array.offset + len(array) + 1]
+            _require_within(edges, 0 if data is None else data.size)
+    elif not t.is_primitive(kind):
+        array.validate(full=True)
+    for one in inside:
+        _require_offsets(one)
+    return None
+
+
+def _require_within(edges: Integers, size: int) -> None:
+    if len(edges) and (edges[0] < 0 or edges[-1] > size or bool((edges[1:] < edges[:-1]).any())):
+        raise pa.ArrowInvalid("offsets point outside of its values")
 
 
 def _only(schema: pa.Schema, names: list[str]) -> pa.ipc.IpcReadOptions:

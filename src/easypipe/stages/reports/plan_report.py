@@ -19,7 +19,7 @@ from easypipe.core.errors import CacheError, ConfigError, require
 from easypipe.core.protocols import PipelineContext, ShardedSource, info_of
 from easypipe.core.schema import LOSS_MASK, SEGMENT_IDS
 from easypipe.core.values import JsonObject
-from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.config import MOST_EPOCHS, LoadStageConfig
 from easypipe.loader.steps import Begin, Steps
 from easypipe.plan.plan_stats import PlanStats
 from easypipe.plan.windows import Plan
@@ -232,6 +232,7 @@ def _planned(
     plan = planned.plan(num_epochs)
     run = _Run.of(load, plan.num_rows, asked)
     start, stop = run.reached.start, run.reached.stop
+    _require_few_passes(mixture, plan, stop)
     drawn = documents_drawn(plan, start)
     # The rows ascend, so that each window is counted once.
     strange = far_from_asked(mixture, plan, run.counted, run.steps)
@@ -264,6 +265,20 @@ def _planned(
         notes=tuple(notes),
         prepared=prepared,
         by_step=shares_by_step(plan, mixture, run.counted, run.steps) if asked.by_step else (),
+    )
+
+
+def _require_few_passes(mixture: Mixture, plan: Plan, rows: int) -> None:
+    """Checks that the plan of `rows` rows is done in minutes."""
+    pack, caches = plan.spec.pack, mixture.prepare()
+    tokens = sum(cache.total_tokens for cache in caches)
+    documents = sum(cache.num_docs for cache in caches)
+    passes = rows / max(documents, 1) if pack is None else rows * pack.seq_length / max(tokens, 1)
+    require(
+        passes <= MOST_EPOCHS,
+        "steps",
+        f"they are about {passes:.3g} passes over this data, too many to plan and count",
+        f"Give steps for at most {MOST_EPOCHS:,} passes.",
     )
 
 

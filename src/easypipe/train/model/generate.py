@@ -88,6 +88,7 @@ def generate(
     require(
         max_new_tokens >= 1, "max_new_tokens", f"{max_new_tokens} is no length", "Give at least 1."
     )
+    require(-(2**63) <= seed < 2**63, "seed", f"{seed} does not fit 64 bits", "Give a smaller one.")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     sampling.check(vocab)
     require(

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from easypipe.core.config import require_harmless
 from easypipe.core.errors import SourceError
 from easypipe.core.values import Arguments
 from easypipe.train.model.decoder import Decoder
@@ -54,6 +55,7 @@ class Writer:
     def written(self, prompts: Sequence[str], *, whole: bool) -> list[str]:
         """Returns what the model writes after each prompt, with the prompt if `whole`."""
         assert self.decoder is not None
+        require_harmless(list(prompts), "prompts")
         ids = [self._tokenizer.reference_encode(prompt) or self._begin for prompt in prompts]
         lines = generate(
             self.decoder,

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError
-from easypipe.core.pages import Section, render, shown
-from easypipe.core.storage import commit_bytes
+from easypipe.core.pages import Section, commit_page, render, shown
 from easypipe.core.values import Json, JsonValue
 from easypipe.train.metrics.log import SAMPLES, Record, read_metrics
 from easypipe.train.record import (
@@ -57,7 +56,7 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | N
     given = [folders] if isinstance(folders, str | Path) else folders
     runs = [Path(os.path.expanduser(folder)) for folder in given]
     target = runs[0] / PAGE if out is None else Path(os.path.expanduser(out))
-    commit_bytes(target, page(runs).encode())
+    commit_page(target, page(runs))
     return target
 
 

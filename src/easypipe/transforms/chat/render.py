@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, TokenizerError, did_you_mean, near_path
+from easypipe.core.errors import ConfigError, TokenizerError, did_you_mean, near_path, raising
 from easypipe.core.protocols import Turns
 from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.conversations import MessageReader
@@ -325,15 +325,7 @@ def given_template(
     if text in names:
         return names[text], f"built-in template {text!r}"
     path = Path(os.path.expanduser(text))
-    try:
-        return without_mark(path.read_text(encoding="utf-8")), str(path)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        if os.path.isfile(path):
-            raise ConfigError(
-                at=at,
-                problem=f"{path} cannot be read: {error}",
-                fix="Give a Jinja template in UTF-8.",
-            ) from None
+    if not os.path.isfile(path):  # a device may never end
         meant = did_you_mean(text, names) or (near_path(path)[1] if path.suffix else None)
         raise ConfigError(
             at=at,
@@ -343,7 +335,15 @@ def given_template(
             or (
                 "Give the path of a .jinja file." if "{" not in text else "Set format_type: custom."
             ),
-        ) from None
+        )
+    with raising(
+        ConfigError,
+        at,
+        f"{path} cannot be read",
+        "Give a Jinja template in UTF-8.",
+        (OSError, UnicodeDecodeError),
+    ):
+        return without_mark(path.read_text(encoding="utf-8")), str(path)
 
 
 def without_mark(template: str) -> str:
