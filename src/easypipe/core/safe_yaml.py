@@ -77,7 +77,7 @@ class _SafeLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Constructs the value of a node; every failure becomes an error that names the line."""
         try:
-            made: Any = super().construct_object(node, True)  # pyright: ignore[reportUnknownMemberType]
+            made: Any = super().construct_object(node, deep)  # pyright: ignore[reportUnknownMemberType]
             if isinstance(made, str) and any("\ud800" <= c <= "\udbff" for c in made):
                 # JSON writes one letter as two escapes, "\ud83d\ude00"
                 made = made.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
@@ -110,7 +110,13 @@ def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
+def _sequence(loader: _SafeLoader, node: yaml.SequenceNode) -> list[Any]:
+    """Constructs a list; refuses one that stands within itself."""
+    return yaml.SafeLoader.construct_sequence(loader, node, deep=True)
+
+
 _SafeLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_SafeLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SEQUENCE_TAG, _sequence)
 # YAML 1.1 reads 1:30 as 90, 010 as 8, and 1e-4 as a text. The first two are never meant: they are
 # texts here, which an option for a number refuses. 1e-4 is a number.
 _NUMBERS = {
