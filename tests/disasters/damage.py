@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from disasters.interposer import BARE, Interposed, Order, Outcome
+from disasters.interposer import BARE, TOO_LONG, Interposed, Order, Outcome
 from disasters.jobs import READERS, write_inputs
 from disasters.points import unmeasured
 
@@ -136,7 +136,7 @@ class Damaged:
     def _came(self, outcome: Outcome, sound: Outcome, path: Path, again: bool) -> str:
         said = re.sub(r"\s", "", outcome.said)
         named = any(name in said for name in (path.name, path.parent.name, "loaderstate:"))
-        if outcome.code == BARE or "This is not what should happen" in outcome.said:
+        if outcome.code in (BARE, TOO_LONG) or "This is not what should happen" in outcome.said:
             return "no error of ours"
         if outcome.code:
             return NAMED if named else "an error that does not name it"

@@ -30,7 +30,7 @@ OFF, RECORD, KILL, FAIL, FAIL_ON = range(5)  # as in interposer.c
 DEADLINE_S = float(os.environ.get("EASYPIPE_PATIENCE_S", "120"))  # more where a machine is busy
 GRACE_S = 5.0
 THEN = ", then "
-ERROR_OF_OURS, BARE = 3, 4  # exit codes of a fork
+ERROR_OF_OURS, BARE, TOO_LONG = 3, 4, 5  # exit codes of a fork
 
 
 def missing() -> str:
@@ -163,7 +163,7 @@ def _exit_codes(children: Sequence[int], *, as_one: bool) -> list[int]:
             elif time.monotonic() > ends:
                 os.kill(child, 9)
                 os.waitpid(child, 0)
-                codes[child] = BARE
+                codes[child] = TOO_LONG
         time.sleep(0.002)
     return [codes[child] for child in children]
 

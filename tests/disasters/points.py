@@ -24,6 +24,7 @@ from disasters.interposer import (
     FAIL_ON,
     KILL,
     RECORD,
+    TOO_LONG,
     Interposed,
     Order,
     Outcome,
@@ -125,9 +126,13 @@ class Trial:
         shutil.rmtree(self._work)
 
     def _wrong(self, outcome: Outcome) -> str:
+        if outcome.code == TOO_LONG:
+            return "not done in EASYPIPE_PATIENCE_S"
         if outcome.code == BARE or "This is not what should happen" in outcome.said:
             return f"no error of ours: {outcome.said[-1500:]}"
         again = self._run(self.job)
+        if again.code == TOO_LONG:
+            return "the next run: not done in EASYPIPE_PATIENCE_S"
         left = difference(self._expected, contents(self._work))
         if again.code and not (left == "" and "is there already" in again.said):
             return f"the next run fails: {again.said[-1500:]} (before: {outcome.said[-600:]})"
