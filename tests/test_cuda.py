@@ -1,6 +1,9 @@
 """What runs on an NVIDIA GPU, on one: a run gives what it gives on the CPU, and goes on exactly.
 
-The kernels' own tests run there too, compiled instead of interpreted:
+    JAX_PLATFORMS=cuda,cpu pytest --noconftest tests/test_cuda.py
+
+The kernels' own tests run there too, compiled instead of interpreted, with float32 products that
+are not rounded to TF32 (Triton's compiler takes a minute for the widest heads of these):
 
     JAX_PLATFORMS=cuda JAX_DEFAULT_MATMUL_PRECISION=highest pytest --noconftest \
         tests/kernels/test_pallas_gpu.py tests/train/test_attention.py -k "not splash and not eight"
@@ -104,10 +107,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_gives_what_it_gives_on_the_cpu(kind: str, folders: dict[str, Path]) -> None:
-    """Losses of every step."""
+    """Losses of every step; products of float32 are TF32 on a GPU."""
     gpu, cpu = (losses(folders[name], "whole", kind) for name in ("cuda", "cpu"))
     assert len(gpu) == STEPS
-    np.testing.assert_allclose(gpu, cpu, rtol=1e-2 if kind == "bfloat16" else 2e-4)
+    np.testing.assert_allclose(gpu, cpu, rtol=1e-2 if kind == "bfloat16" else 2e-3)
     assert gpu[-1] < gpu[0]
 
 
