@@ -816,6 +816,8 @@ FAULTS = [
           'return Section(heading, text=path.read_text(encoding="utf-8", errors="replace"))', "return Section(heading)"),
     fault("a state cuts a document anywhere", "plan/spec.py", "tests/plan/test_windows.py -k states_of_other_plans",
           "*drawn, *deficits, *(cut or ())", "*drawn, *deficits"),
+    fault("a null answer shares text with the other one", "transforms/prompt/formats.py", "tests/stages/test_pair_rows.py -k null_shares_no_text",
+          "if not isinstance(one, str) or not isinstance(other, str):", "if False:"),
 ]
 # fmt: on
 

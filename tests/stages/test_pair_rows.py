@@ -149,6 +149,18 @@ def test_an_answer_that_is_no_sample_takes_the_other_one_with_it(tmp_path):
     laws.assert_conserved(source.materialize().ledger)
 
 
+def test_an_answer_that_is_null_shares_no_text_with_the_other_one(tmp_path):
+    """Without a column of prompts, both answers begin with the prompt."""
+    data = [
+        *rows(4),
+        {"prompt": "a", "chosen": None, "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": None},
+    ]
+    scanned = tokenized(tmp_path, data, SHARED_TEXT, on_error="skip").scan(0, 0, 6)
+    assert [(one.row, one.reason) for one in scanned.rejects] == [(4, "null"), (5, "null")]
+    assert scanned.batch.num_rows == 4
+
+
 def test_pairs_of_equal_answers_are_counted_and_told(tmp_path, caplog):
     data = [*rows(3), *({"prompt": "a", "chosen": "b", "rejected": "b"} for _ in range(2))]
     ledger = tokenized(tmp_path, data).materialize().ledger
