@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from tokenizers import Encoding
 
 from chat_support import CHATML, talks
 from easypipe.transforms.chat import pool
@@ -23,14 +24,14 @@ TEXTS = ["", *texts(20), "é" * 50, "", "x"]
 @pytest.mark.parametrize("skipped", [0, 3])
 def test_bytes_for_the_reference(most: int, skipped: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "_REFERENCE_BYTES", most)
-    usual, sizes = Tokenizer._plain, []
+    usual, sizes = Tokenizer._reference_batch, []
 
-    def plain(self: Tokenizer, some: list[str]) -> list[list[int]]:
+    def batch(self: Tokenizer, some: list[str], **how: bool) -> list[Encoding]:
         assert some, "a step of nothing never ends"
         sizes.append(sum(len(text.encode()) for text in some) if len(some) > 1 else 0)
-        return usual(self, some)
+        return usual(self, some, **how)
 
-    monkeypatch.setattr(Tokenizer, "_plain", plain)
+    monkeypatch.setattr(Tokenizer, "_reference_batch", batch)
     tokenizer = small_tokenizer(backend="tokenizers")
     found = tokenizer.encode_column(pa.array(TEXTS, pa.large_string()).slice(skipped))
     assert max(sizes) <= most
