@@ -86,9 +86,8 @@ def discover(
 
     options: Any = {"type": kind, "split": split, "subset": subset, "revision": revision}
     found = look(path, **options, sample_rows=rows, count=count, cache_dir=cache_dir)
-    proposals = list(
-        _proposals(found, _decisions(columns, "--column"), _decisions(roles, "--role"))
-    )
+    decisions = _decisions(columns, "--column"), _decisions(roles, "--role")
+    proposals = list(_proposals(found, *decisions))
     if html is not None:
         from easypipe.discovery.page import page
 
