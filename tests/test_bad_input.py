@@ -59,7 +59,7 @@ def test_no_case_stands_twice() -> None:
 def test_a_panic_while_encoding_names_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A panic of the tokenizers library is no Exception; the text that it fails on is named."""
+    """A panic of the tokenizers library is not an Exception; the text that it fails on is named."""
 
     class PanicError(BaseException):
         pass

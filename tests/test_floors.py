@@ -347,7 +347,7 @@ def test_preparing_data_needs_no_jax(statement: str) -> None:
 UNTOLD = {
     "cache/mapping.py: no room for the addresses of": "test_cache.py, by what is said before it",
     "cache/ranges.py: its counts do not add up": "test_false_fields.py: the range is made again",
-    "cache/remote.py: is no token file": "an assertion about our own names",
+    "cache/remote.py: is not a token file": "an assertion about our own names",
     "cache/writer.py: : written again, it is damaged:": "test_damage.py: its files are whole again",
     "cache/writer.py: tokenizing was stopped": "ends other workers' ranges after the error of one",
     "core/locks.py: Try again when it has ended.": "the words before it stand in tests",
@@ -363,7 +363,7 @@ UNTOLD = {
     "doctor/model.py: it never ends": "doctor: of held-out data",
     "doctor/processes.py: the process to be killed ended by itself, with": "doctor: of no kill",
     "loader/streams/rows.py: nothing is unchecked": "an assertion",
-    "save/saved.py: are no columns of its schema": "test_false_fields.py: of a signed lie",
+    "save/saved.py: are not columns of its schema": "test_false_fields.py: of a signed lie",
     "sources/external/dicts.py: keys of objects are strings, and one is": "becomes text, no error",
     "sources/files.py: bytes came": "test_remote.py: retried",
     "sources/formats/forward.py: Write one row a line.": "a line of 1 GiB",

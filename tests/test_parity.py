@@ -160,7 +160,7 @@ def test_rows_that_are_held_out_are_no_rows_that_cannot_be_read(
     assert int(texts) + int(out) == 40
     assert int(out) > 5
     assert "cannot be read" not in said
-    assert "are no text" not in said
+    assert "are not text" not in said
 
 
 def test_what_cannot_be_compared_is_refused_by_name(

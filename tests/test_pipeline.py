@@ -263,7 +263,7 @@ def test_a_stage_of_ones_own(tmp_path: Path) -> None:
     loud = pipeline.get_data()["x"]
     laws.assert_stateless_reads(loud)
     assert not loud.read(0, 0, 1).equals(plain.read(0, 0, 1))
-    with pytest.raises(ConfigError, match=r"is no BaseStage. Subclass"):
+    with pytest.raises(ConfigError, match=r"is not a BaseStage. Subclass"):
         pipeline.add_stage(Shout)
 
 
@@ -345,7 +345,7 @@ def test_validate_and_from_config_say_the_same(tmp_path: Path) -> None:
         ({"datasets": [{"data_files": 5}]}, "datasets[0].data_files: 5 is neither a path nor rows"),
         (
             {"datasets": [{"data_files": [{"text": "a"}, 5]}]},
-            "datasets[0].data_files[1]: 5 is no row, as others are",
+            "datasets[0].data_files[1]: 5 is not a row, as others are",
         ),
         (
             {"datasets": [{"data_files": "x", "num_rows": 0}]},
@@ -361,7 +361,7 @@ def test_validate_and_from_config_say_the_same(tmp_path: Path) -> None:
         ),
         (
             {"datasets": [{"data_files": "x"}], "pack": {"seq_length": 0}},
-            "pack.seq_length: 0 is no row length",
+            "pack.seq_length: 0 is not a row length",
         ),
         (
             {"datasets": [{"data_files": "x"}], "pack": {"seq_lenght": 8}},

@@ -160,7 +160,7 @@ def test_an_endless_mixture_needs_steps_and_tells_epochs(tmp_path: Path) -> None
     assert code.epochs == code.drawn / 60 > 1
     assert report.steps_available is None
     assert any("code is read" in note for note in report.notes)
-    with pytest.raises(ConfigError, match="steps: 0 steps are no run"):
+    with pytest.raises(ConfigError, match="steps: 0 steps are not a run"):
         pipeline.plan(0)
 
 
@@ -329,7 +329,7 @@ def test_weights_that_give_other_shares_of_tokens_are_warned_of(
 
 
 def test_legends_have_every_name_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """matplotlib leaves out names that begin with "_", and fails on dollars that are no formula."""
+    """matplotlib leaves out names that begin with "_", and fails on dollars that are not formula."""
     names = ["_web", r"$\frac$", "a_b^c", "plain"]
     each = dict.fromkeys(names, 1)
     step = {"step": 1, "tokens": each, "realised": each, "requested": each}

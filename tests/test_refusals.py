@@ -163,7 +163,7 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     r"train\.callbacks\.x: the loss gives no 'los' .*Did you mean 'loss'\?": (
         lambda folder: value_of({"loss": 1.0, "eval": {}}, "los", "train.callbacks.x")
     ),
-    r"format_callback: 'call' is no function\. Give a function": (
+    r"format_callback: 'call' is not a function\. Give a function": (
         lambda folder: DatasetConfig(name="a", data_files="x", format_callback="call")
     ),
     r"the pool is closed": lambda folder: closed_pool(),
@@ -185,14 +185,14 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     r"mix: dataset 'pairs' holds pairs of answers, and 'texts' does not\. Train on them in two": (
         two_kinds
     ),
-    r"rejected_column: there is none, so rows are no pairs\. Name it, or use encode\.": (
+    r"rejected_column: there is none, so rows are not pairs\. Name it, or use encode\.": (
         lambda folder: engine().encode_pair({"prompt": "a", "completion": "b"})
     ),
-    r"metrics\.note: 'good' is no number\. Put it into custom_state\.": saved_without_numbers,
+    r"metrics\.note: 'good' is not a number\. Put it into custom_state\.": saved_without_numbers,
     r"image_shape: \(0, 4, 3\) is no \(height, width, channels\)\. Give sizes from 1\.": (
         lambda folder: ClassifierConfig(image_shape=(0, 4, 3))
     ),
-    r"generation_kwargs\.top: is no option of generate .*Did you mean 'top_": (
+    r"generation_kwargs\.top: is not an option of generate .*Did you mean 'top_": (
         lambda folder: _sampling({"top": 1})
     ),
     r"topology: 'h100:2x2x2' has 3 dimensions\. Write 'h100:8', or 'h100:4x8' for 4 hosts\.": (
@@ -206,7 +206,7 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
             "{% for n in range(99999) %}{{ 'x' * 400 }}{% endfor %}", {}
         ).render([])
     ),
-    r"Combine: 3 is no format\. Write only columns in braces": (
+    r"Combine: 3 is not a format\. Write only columns in braces": (
         lambda folder: Combine("x", 3)  # pyright: ignore[reportArgumentType]
     ),
     r"Combine: '\{\{x\}\}' names no column\. Write only columns in braces": (

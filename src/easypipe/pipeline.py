@@ -235,7 +235,7 @@ class Pipeline:
         if not isinstance(stage, BaseStage):
             raise ConfigError(
                 at="add_stage",
-                problem=f"{stage!r} is no BaseStage",
+                problem=f"{stage!r} is not a BaseStage",
                 fix="Subclass easypipe.core.protocols.BaseStage.",
             )
         return self._add(stage)

@@ -1,4 +1,4 @@
-"""Cases: config files that are no YAML or not ours, and options that mean nothing."""
+"""Cases: config files that are not YAML or not ours, and options that mean nothing."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ OPTIONS = [
     option("datasets[0].data_files", datasets__0__data_files=5),
     option("datasets[0].data_files", datasets__0__data_files=True),
     option(
-        "column 'train': 'data.jsonl' is no list … data_files: rows.jsonl",
+        "column 'train': 'data.jsonl' is not a list … data_files: rows.jsonl",
         datasets__0__data_files={"train": "data.jsonl"},
     ),
     option("data_files", datasets__0__data_files=["data.jsonl", {"text": "x"}]),

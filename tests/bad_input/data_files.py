@@ -188,7 +188,7 @@ FORMATS = [
         parquet(pa.table({"text": [["a"], ["b"]]})),
     ),
     data(
-        "a column of bytes that are no text in Parquet",
+        "a column of bytes that are not text in Parquet",
         "a.parquet",
         "a.parquet",
         parquet(pa.table({"text": [b"\xff\xfe"]})),

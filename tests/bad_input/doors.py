@@ -245,7 +245,7 @@ CALLS = [
     call("source() twice", "source() was called already", lambda one: one.source().source()),
     call("build() behind source()", "nothing to build", lambda one: one.source().build()),
     call("tokenize(5)", "expected TokenizeStageConfig", lambda one: one.source().tokenize(5)),  # type: ignore[arg-type]
-    call("transform(5)", "5 is no transform", lambda one: one.source().transform(5)),  # type: ignore[arg-type]
+    call("transform(5)", "5 is not a transform", lambda one: one.source().transform(5)),  # type: ignore[arg-type]
     call("restore({})", "loader state", lambda one: loader(one).restore({})),
     call("restore(None)", "loader state", lambda one: loader(one).restore(None)),
     call("discover(5)", "5 is neither a path", lambda one: easypipe.discover(5)),

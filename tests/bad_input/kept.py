@@ -155,7 +155,7 @@ TOKENIZERS = [
         ]
     ),
     tokens(
-        "an EOS that is no token",
+        "an EOS that is not a token",
         "pack.eos_token_id: the tokenizer 'tokenizer'",
         tokenizer_config__json='{"eos_token": "<nowhere>"}',
     ),

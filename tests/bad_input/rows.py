@@ -114,7 +114,7 @@ CHATS = [
         [USER, ANSWER | {"tool_calls": [5]}],
     ),
     chat(
-        "arguments that are no JSON",
+        "arguments that are not JSON",
         None,
         [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}],
     ),
@@ -134,7 +134,7 @@ CHATS = [
     ),
     chat("a bad conversation that is skipped", None, [{"content": "hi"}], on_error="skip"),
     chat("a bad conversation that is kept apart", None, [{"content": "hi"}], on_error="quarantine"),
-    chat("tools are a text that is no JSON", AT, json.dumps(GOOD | {"tools": "no json"})),
+    chat("tools are a text that is not JSON", AT, json.dumps(GOOD | {"tools": "no json"})),
     chat(
         "a tool call whose function is a text",
         f"{AT} … is text, not an object",
@@ -152,7 +152,7 @@ CHATS = [
     ),
     chat(
         "a part whose text is null",
-        f"{AT} … is no text",
+        f"{AT} … is not text",
         [{"role": "user", "content": [{"type": "text", "text": None}]}, ANSWER],
     ),
     Case(
@@ -374,7 +374,7 @@ PAIRS = [
         **PC,
     ),
     prompt(
-        "a file of examples that are no objects",
+        "a file of examples that are not objects",
         "shots.jsonl",
         {},
         {"shots.jsonl": "[1, 2]"},

@@ -102,7 +102,7 @@ MDS = [
     shards("an offset beyond the end", "a.mds", GOOD_INDEX, SHARD[:8] + b"\xff" * 4 + SHARD[12:]),
     shards("more rows than there are", "a.mds", GOOD_INDEX, b"\xff" * 4 + SHARD[4:]),
     shards(
-        "a head that is no JSON", "a.mds", GOOD_INDEX, SHARD.replace(b'"version"', b'"vers\0ion')
+        "a head that is not JSON", "a.mds", GOOD_INDEX, SHARD.replace(b'"version"', b'"vers\0ion')
     ),
     shards("values that run code", "a.mds … pickle", GOOD_INDEX, SHARD.replace(b"str", b"pkl")),
     shards("values of nothing known", "a.mds … xyz", GOOD_INDEX, SHARD.replace(b"str", b"xyz")),
@@ -137,7 +137,7 @@ VERDICTS = [
     *(
         judged(
             f"verdicts that are {json.dumps(value)}",
-            f"k.jsonl, row {row}, column 'good': {value!r} is no verdict … Give true where",
+            f"k.jsonl, row {row}, column 'good': {value!r} is not a verdict … Give true where",
             {**ANSWER, "good": value},
             first={**ANSWER, "good": None if row else value},
         )

@@ -148,7 +148,7 @@ def test_prepare_a_run_config_needs_no_jax(pipeline_yaml: Path, tmp_path: Path) 
         (["--set", "pack.seq_lenght=32"], "easypipe: pack.seq_lenght: unknown key"),
         (
             ["--set", "pack.seq_length=0"],
-            "easypipe: pack.seq_length: 0 is no row length. Give 1 to 16777216 tokens.",
+            "easypipe: pack.seq_length: 0 is not a row length. Give 1 to 16777216 tokens.",
         ),
         (["--set", "datasets.0.data_files=nowhere.jsonl"], "no such file or folder"),
         (["--set", "mix.weights={cod: 1, docs: 1}"], "Did you mean 'code'?"),

@@ -81,6 +81,6 @@ def test_f15_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     for wrong in ("2/2", "x", "-1/2", "1"):
         refused = easypipe("prepare", "run.yaml", f"--shard={wrong}", cwd=folder)
         assert refused.returncode == 2
-        assert f"--shard: {wrong!r} is no part. Write I/N" in refused.stderr
+        assert f"--shard: {wrong!r} is not a part. Write I/N" in refused.stderr
     both = easypipe("prepare", "run.yaml", "--shard", "0/2", "--finalize", cwd=folder)
     assert "--finalize: together with --shard" in both.stderr

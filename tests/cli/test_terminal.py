@@ -288,7 +288,7 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
         (folder / "run.yaml").write_text(yaml.safe_dump({"train": {"steps": 10}}))
     (tmp_path / "runs/odd/metrics.jsonl").write_text("nothing\nmore\n")
-    (tmp_path / "runs/done/within").mkdir()  # is no run of its own
+    (tmp_path / "runs/done/within").mkdir()  # is not a run of its own
     (tmp_path / "runs/done/within/metrics.jsonl").write_text("")
     with training(tmp_path / "runs/now"):
         assert main(["runs", str(tmp_path), "--json"]) == 0

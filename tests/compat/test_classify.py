@@ -399,7 +399,7 @@ def test_options_of_the_network(tmp_path: Path) -> None:
             {"data": {"val_split": 0.5, "val_files": "x.parquet"}},
             "data.val_split: has no effect beside val_files",
         ),
-        ({"data": {"val_split": 1.0}}, "data.val_split: 1.0 is no share of the rows"),
+        ({"data": {"val_split": 1.0}}, "data.val_split: 1.0 is not a share of the rows"),
         (
             {"data": {"val_split": 0.01}},
             "data.val_split: 0.01 of 20 rows leaves none to validate on",
@@ -501,7 +501,7 @@ def test_a_bad_image_names_its_row(tmp_path: Path) -> None:
         pa.table({"image": [b"no image"] * 4 + [None], "label": [0, 1] * 2 + [1]}),
         tmp_path / "images.parquet",
     )
-    with pytest.raises(SourceError, match="row 0 of the batch: is no image that Pillow reads"):
+    with pytest.raises(SourceError, match="row 0 of the batch: is not an image that Pillow reads"):
         classify.inputs_of(
             config(tmp_path, {"split": "train[:4]"}, task=TASK | {"options": {"channels": 1}})
         )

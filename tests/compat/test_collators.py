@@ -92,7 +92,7 @@ def test_dtypes_come_from_the_output_schema_and_jax_arrays_from_return_tensors()
         create_collate_fn(schema=OutputSchema(dtypes={"input_ids": "uint8"}))(
             [{"input_ids": [300]}]
         )
-    with pytest.raises(ConfigError, match=r"dtypes.labels: 'text' is no dtype of numbers"):
+    with pytest.raises(ConfigError, match=r"dtypes.labels: 'text' is not a dtype of numbers"):
         OutputSchema(dtypes={"labels": "text"})
 
 
@@ -245,7 +245,7 @@ def test_what_masked_lm_cannot_know_it_asks_for(tmp_path: Path):
         create_masked_lm_collate(mask_token_id=3, vocab_size=9, whole_word=True)(
             [{"input_ids": [1]}]
         )
-    with pytest.raises(ConfigError, match=r"probability: 1\.5 is no share"):
+    with pytest.raises(ConfigError, match=r"probability: 1\.5 is not a share"):
         create_masked_lm_collate(mask_token_id=3, vocab_size=9, probability=1.5)
     with pytest.raises(SourceError, match="9 is outside the vocabulary of 9"):
         create_masked_lm_collate(mask_token_id=3, vocab_size=9)([{"input_ids": [9]}])
@@ -264,8 +264,8 @@ def test_what_masked_lm_cannot_know_it_asks_for(tmp_path: Path):
     ("options", "message"),
     [
         ({"return_tensors": "pt"}, "return_tensors: 'pt' is not made here.*TorchBatches"),
-        ({"padding_side": "top"}, "padding_side: 'top' is no side"),
-        ({"max_length": 0}, "max_length: 0 is no row length"),
+        ({"padding_side": "top"}, "padding_side: 'top' is not a side"),
+        ({"max_length": 0}, "max_length: 0 is not a row length"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, message):

@@ -454,7 +454,7 @@ def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
             r"tokenizer: has no effect: .*have: body\)\. Name the column of text 'text'",
         ),
         ({"train_data": [{"messages": []}]}, "tokenizer: the rows are text, and there is none"),
-        ({"val_split": 1.0}, "val_split: 1.0 is no share of the rows"),
+        ({"val_split": 1.0}, "val_split: 1.0 is not a share of the rows"),
         ({"train_data": []}, "train_data: has no rows"),
         ({"train_data": iter([1])}, "train_data: list_iterator gives no rows by number"),
         (

@@ -174,7 +174,8 @@ def test_unknown_names_and_options_are_refused():
     ):
         registry.get_collator(collator_name="needy")
     with pytest.raises(
-        ConfigError, match=r"task_spec: 'lm' is no TaskSpec. Give one, or choose by collator_name"
+        ConfigError,
+        match=r"task_spec: 'lm' is not a TaskSpec. Give one, or choose by collator_name",
     ):
         registry.get_collator("lm")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="modality: is empty"):

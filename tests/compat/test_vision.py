@@ -107,15 +107,15 @@ def test_resize_makes_one_size():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"image": b"not an image"}, "row 0 of the batch: is no image that Pillow reads"),
-        ({"image": "/no/such/file.png"}, "is no image that Pillow reads"),
+        ({"image": b"not an image"}, "row 0 of the batch: is not an image that Pillow reads"),
+        ({"image": "/no/such/file.png"}, "is not an image that Pillow reads"),
         ({"picture": PIXELS}, "row 0 of the batch: no image .have: picture"),
         (
             {"image": np.zeros((3, 5, 3), np.uint8)},
             r"shape \(3, 5, 3\) could be \[C, H, W\] or \[H, W, C\]",
         ),
         ({"image": np.zeros((5, 5, 4), np.uint8)}, "has neither 1 nor 3 channels"),
-        ({"image": np.zeros(5, np.uint8)}, "uint8 of shape .5,. is no image"),
+        ({"image": np.zeros(5, np.uint8)}, "uint8 of shape .5,. is not an image"),
     ],
 )
 def test_bad_images_are_named(row, message):
@@ -185,7 +185,7 @@ def test_16_bits_a_pixel_keep_their_range():
         ({"image": np.full((4, 4), -1)}, "whole numbers from -1 to -1"),
         (
             {"image": PIXELS, "label": "cat"},
-            r"row 0 of the batch, column 'labels': 'cat' is no number",
+            r"row 0 of the batch, column 'labels': 'cat' is not a number",
         ),
         (
             {"image": Image.fromarray(np.zeros((2, 2), np.float32))},

@@ -30,7 +30,7 @@ class Inner:
         if self.seq_length < 1:
             raise ConfigError(
                 at="seq_length",
-                problem=f"{self.seq_length} is no row length",
+                problem=f"{self.seq_length} is not a row length",
                 fix="Give at least 1.",
             )
 
@@ -79,10 +79,10 @@ REFUSED = [
     ),
     ({"inner": {"seq_length": "8"}}, "inner.seq_length: wants a whole number, got '8' (str)"),
     ({"inner": {"seq_length": True}}, "inner.seq_length: wants a whole number, got True (bool)"),
-    ({"inner": {"seq_length": 0}}, "inner.seq_length: 0 is no row length. Give at least 1."),
+    ({"inner": {"seq_length": 0}}, "inner.seq_length: 0 is not a row length. Give at least 1."),
     (
         {**GOOD, "many": [GOOD["inner"], {"seq_length": 0}]},
-        "many[1].seq_length: 0 is no row length. Give at least 1.",
+        "many[1].seq_length: 0 is not a row length. Give at least 1.",
     ),
     (
         {**GOOD, "many": [{"seq_length": 1, "strategy": "gredy"}]},
@@ -91,7 +91,7 @@ REFUSED = [
     ({**GOOD, "weights": {"code": "much"}}, "weights.code: wants a number, got 'much' (str)"),
     (
         {**GOOD, "either": {"seq_length": 0}},
-        "either.seq_length: 0 is no row length. Give at least 1.",
+        "either.seq_length: 0 is not a row length. Give at least 1.",
     ),
     (
         {**GOOD, "either": 3},

@@ -14,7 +14,7 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     assert drawn
     for name, base in drawn:
         cls = getattr(errors, name)
-        assert base in {c.__name__ for c in cls.__mro__}, f"{name} is no {base}"
+        assert base in {c.__name__ for c in cls.__mro__}, f"{name} is not a {base}"
         assert issubclass(cls, errors.EasypipeError)
         error = cls(at="file.txt, row 3", problem="bad", have=["a", "b"], fix="Do this.")
         assert str(error) == "file.txt, row 3: bad (have: a, b). Do this."

@@ -51,7 +51,7 @@ def run(package: Path, cache: str) -> str:
 
 
 def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
-    """`__pycache__` is a file and the home is no folder: what a read-only image looks like, also to
+    """`__pycache__` is a file and the home is not a folder: what a read-only image looks like, also to
     root.
     """
     package = tmp_path / "easypipe"

@@ -28,7 +28,7 @@ COUNTS = pa.map_(pa.string(), INT)
     ],
 )
 def test_a_fraction_is_no_integer(values: list[Any], kind: pa.DataType) -> None:
-    with pytest.raises(pa.ArrowInvalid, match=r"[012]\.5 is no integer"):
+    with pytest.raises(pa.ArrowInvalid, match=r"[012]\.5 is not an integer"):
         typed_array(values, kind)
 
 

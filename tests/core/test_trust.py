@@ -163,7 +163,7 @@ def test_secret_headers_do_not_go_over_plain_http() -> None:
 def test_the_flag_wants_a_url(capsys: pytest.CaptureFixture[str]) -> None:
     for url in ("mirror", "ftp://mirror.corp", "https://"):
         assert main(["plan", "x.yaml", "--trust-endpoint", url]) == 2
-        told = f"trust_endpoint: '{url}' is no URL of a web server. Write https://host."
+        told = f"trust_endpoint: '{url}' is not a URL of a web server. Write https://host."
         assert told in capsys.readouterr().err
     assert constants.ENDPOINT  # what the Hub's client took at its import
 
@@ -174,7 +174,7 @@ def test_the_flag_wants_a_url(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_no_url_is_no_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     """Not even the same as another that is none."""
     monkeypatch.setenv(trust.TRUSTED, ELSEWHERE)
-    with pytest.raises(ConfigError, match=re.escape(f"{url!r} is no URL of a web server")):
+    with pytest.raises(ConfigError, match=re.escape(f"{url!r} is not a URL of a web server")):
         trust.trust_endpoint(url)
     monkeypatch.setenv("HF_ENDPOINT", "https://[::2")
     assert trust.hub_token(url or "::") is False

@@ -48,7 +48,7 @@ def kept_states(folder: Path, name: str) -> Any:
     """A state that was saved then is restored now: it must go on with the batches that a whole run
     has there.
 
-    Paths of files are no part of identity, so the data lies elsewhere on each machine.
+    Paths of files are not part of identity, so the data lies elsewhere on each machine.
     """
     path = STATES / f"{name}.json"
     loader = of(folder / "data", name)

@@ -37,7 +37,7 @@ LABELS = np.zeros(8, np.int32)
         ),
         (
             {"labels": np.zeros(8, np.float32)},
-            "labels: dtype float32 is no integer: give token ids as int32",
+            "labels: dtype float32 is not an integer: give token ids as int32",
         ),
         (
             {"lm_head": np.ones((7, 19), np.float32)},
@@ -55,7 +55,7 @@ LABELS = np.zeros(8, np.int32)
         ({"layout": "vx"}, r"layout: 'vx' is not an option \(have: dv, vd\)"),
         (
             {"lm_head": np.ones(6, np.float32)},
-            r"lm_head \(6,\) is no matrix: give \[D, V\] or \[V, D\]",
+            r"lm_head \(6,\) is not a matrix: give \[D, V\] or \[V, D\]",
         ),
         ({"bias": np.ones(6, np.float32)}, r"bias \(6,\) does not fit a vocabulary of 19"),
         ({"weights": np.ones(3, np.float32)}, r"weights \(3,\) do not fit labels \(8,\)"),
@@ -68,13 +68,16 @@ LABELS = np.zeros(8, np.int32)
         ({"logit_soft_cap": 0.0}, "logit_soft_cap: 0.0 is not a positive number"),
         ({"z_loss": None}, "z_loss: None is not a number from 0 up"),
         ({"label_smoothing": "much"}, r"label_smoothing: much is outside \[0, 1\)"),
-        ({"chunk_size": 0}, "chunk_size: 0 tokens are no chunk: give a whole number from 1 up"),
-        ({"chunk_size": 8.5}, "chunk_size: 8.5 tokens are no chunk: give a whole number from 1 up"),
+        ({"chunk_size": 0}, "chunk_size: 0 tokens are not a chunk: give an integer above 0"),
+        (
+            {"chunk_size": 8.5},
+            "chunk_size: 8.5 tokens are not a chunk: give an integer above 0",
+        ),
         (
             {"ignore_index": None},
-            r"ignore_index: None is no label: give an int of 32 bits \(-100 is usual\)",
+            r"ignore_index: None is not a label: give an int of 32 bits \(-100 is usual\)",
         ),
-        ({"ignore_index": 1 << 40}, "ignore_index: 1099511627776 is no label"),
+        ({"ignore_index": 1 << 40}, "ignore_index: 1099511627776 is not a label"),
         (
             {"weights": np.ones(8, np.complex64)},
             "weights: dtype complex64 is not real: give float32",

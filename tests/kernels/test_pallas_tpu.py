@@ -353,7 +353,7 @@ def test_blocks_that_do_not_fit_the_problem_are_refused():
     for reason in (
         "no multiple of rows",
         "does not divide a width of 64",
-        "3 tiles of 128 tokens are no equal shares for 2 cores",
+        "3 tiles of 128 tokens are not equal shares for 2 cores",
     ):
         assert reason in str(caught.value)
     with pytest.raises(ConfigError, match=r"forward needs [\d.]+ MiB of VMEM; there are 64"):

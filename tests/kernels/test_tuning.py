@@ -113,8 +113,8 @@ def test_a_table_is_extended_not_replaced(user_table):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
-        ("{}", "is no list of entries"),
+        ("{", "is not JSON"),
+        ("{}", "is not a list of entries"),
         ('[{"device": "cpu"}]', "entry 0: .*missing"),
         (
             json.dumps([CHUNK.__dict__, {**CHUNK.__dict__, "tokens": 63}]),
@@ -131,7 +131,7 @@ def test_a_table_is_extended_not_replaced(user_table):
         ),
         (
             json.dumps([{**CHUNK.__dict__, "blocks": {"chunk_tokens": -1}}]),
-            "entry 0: blocks are no sizes",
+            "entry 0: blocks are not sizes",
         ),
         (json.dumps([{**CHUNK.__dict__, "colour": 1}]), "entry 0: .*colour"),
     ],

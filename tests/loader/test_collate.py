@@ -166,7 +166,7 @@ def test_the_width_of_rows_that_are_documents():
 def test_bad_collate_configs():
     with pytest.raises(ConfigError, match="max_length: padding='max_length' needs it"):
         CollateConfig(padding="max_length")
-    with pytest.raises(ConfigError, match="max_length: 0 is no row length"):
+    with pytest.raises(ConfigError, match="max_length: 0 is not a row length"):
         CollateConfig(max_length=0)
     with pytest.raises(ConfigError, match="padding"):
         from_dict(CollateConfig, {"padding": "shortest"})

@@ -427,7 +427,7 @@ def test_no_option_leaves_batches_as_they_were(tmp_path: Path) -> None:
             {"pad_to_multiple_of": 8, "padding": "max_length", "max_length": 9},
             "'max_length' leaves it nothing to do",
         ),
-        ({"pad_to_multiple_of": 0}, "0 is no number of slots"),
+        ({"pad_to_multiple_of": 0}, "0 is not a number of slots"),
         ({"padding_side": "left", "padding": False}, "puts padding nowhere"),
         ({"padding_side": "middle"}, "padding_side"),
     ],

@@ -561,7 +561,7 @@ def test_errors_come_whole_and_in_their_place(prefetch):
         ({"prefetch_buffer_size": 0}, "prefetch_buffer_size: 0 is too few"),
         ({"shuffle_buffer_size": 0}, "shuffle_buffer_size: 0 is too few"),
         ({"num_epochs": 0}, "num_epochs: 0 is too few"),
-        ({"stall_timeout_s": 0.0}, "stall_timeout_s: 0.0 is no time to wait"),
+        ({"stall_timeout_s": 0.0}, "stall_timeout_s: 0.0 is not a time to wait"),
         ({"partition_spec": ["data"]}, "partition_spec: there is no mesh to lie on"),
         ({"batchsize": 8}, "batchsize: unknown key"),
     ],
@@ -573,7 +573,7 @@ def test_bad_load_configs(values, message):
 
 
 def test_bad_meshes_are_refused_before_there_are_devices():
-    with pytest.raises(PlacementError, match=r"mesh\.data: 0 is no axis size"):
+    with pytest.raises(PlacementError, match=r"mesh\.data: 0 is not an axis size"):
         LoadStageConfig(mesh={"data": 0})
     with pytest.raises(PlacementError, match="more than one axis is -1"):
         LoadStageConfig(mesh={"data": -1, "fsdp": -1})

@@ -92,7 +92,7 @@ def test_numpy_loading_does_not_import_jax():
             r"mesh: data=2 x tensor=-1: the fixed axes take 2 devices, which does not divide the 1",
         ),
         ({}, None, r"mesh: no axes\. Write \{'data': -1\}"),
-        ({"data": "all"}, None, r"mesh\.data: 'all' is no axis size"),
+        ({"data": "all"}, None, r"mesh\.data: 'all' is not an axis size"),
         ("data", None, r"mesh: expected a jax Mesh or \{axis: size\}, got 'data'"),
         (
             {"data": 1},

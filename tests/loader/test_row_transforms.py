@@ -25,7 +25,7 @@ DROPPED = 5000  # no document has it
 
 
 def drop_tokens(columns, key):
-    """Every fifth token, at random, becomes another and is no target."""
+    """Every fifth token, at random, becomes another and is not a target."""
     chosen = np.random.Generator(np.random.PCG64(key)).random(len(columns[INPUT_IDS])) < 0.2
     chosen &= columns[SEGMENT_IDS] > 0
     columns[INPUT_IDS][chosen] = DROPPED

@@ -403,7 +403,7 @@ def test_a_state_is_small(tmp_path: Path) -> None:
         drawn=(Place(), Place(1, 2, 3, 4)),
     )
     assert from_text(to_text(negative), 2) == negative
-    with pytest.raises(StateError, match="is no state of a stream"):
+    with pytest.raises(StateError, match="is not a state of a stream"):
         from_text(to_text(negative), 3)
 
 

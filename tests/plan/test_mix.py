@@ -195,7 +195,7 @@ def test_integer_weights_are_as_near_as_2_to_the_40_allows(weights: dict[str, fl
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     with pytest.raises(
         PlanError,
-        match=r"weights\.b: .* is no weight\. Give a positive finite number, or leave the dataset "
+        match=r"weights\.b: .* is not a weight\. Give a positive finite number, or leave the dataset "
         r"out",
     ):
         integer_weights({"a": 1.0, "b": weight})

@@ -94,7 +94,9 @@ def test_passes_differ() -> None:
 
 
 def test_bad_specs_name_the_field() -> None:
-    with pytest.raises(ConfigError, match=r"block_rows: 0 is no block of rows\. Give at least 1"):
+    with pytest.raises(
+        ConfigError, match=r"block_rows: 0 is not a block of rows\. Give at least 1"
+    ):
         OrderConfig(block_rows=0)
     with pytest.raises(
         ConfigError,

@@ -594,7 +594,7 @@ def test_states_of_other_plans_are_refused() -> None:
         *({**good.to_json(), key: 1 << 62} for key in ("index", "epoch", "first_row")),
         *({**good.to_json(), key: [0, -1 << 62]} for key in ("drawn", "deficits", "cut")),
     ):
-        with pytest.raises(StateError, match="is no state of a plan"):
+        with pytest.raises(StateError, match="is not a state of a plan"):
             WindowState.from_json(text)
 
 

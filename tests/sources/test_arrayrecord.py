@@ -80,7 +80,7 @@ def test_fingerprint_follows_the_file(tmp_path: Path) -> None:
         (
             {"dtype": "uint16"},
             [b"ab", b"abc"],
-            "row 1: 3 bytes are no whole number of uint16 tokens. Check dtype.",
+            "row 1: 3 bytes are not a whole number of uint16 tokens. Check dtype.",
         ),
         ({}, [b"ab"], "records of tokens do not say their dtype"),
         (

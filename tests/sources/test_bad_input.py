@@ -537,7 +537,7 @@ def test_unknown_extension_and_options(tmp_path: Path) -> None:
     assert len(read_all(open_files(path, type="txt"))) == 1
     with pytest.raises(
         ConfigError,
-        match=r"type: 'jsno' is no file format \(have: parquet, arrow, json, csv, txt, tokens, "
+        match=r"type: 'jsno' is not a file format \(have: parquet, arrow, json, csv, txt, tokens, "
         r"arrayrecord, mds, webdataset\)\. Did you mean 'json'",
     ):
         open_files(path, type="jsno")

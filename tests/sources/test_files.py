@@ -178,7 +178,7 @@ def test_urls(memory: fsspec.AbstractFileSystem, name: str) -> None:
 
 
 def test_url_globs_folders_and_what_is_missing(memory: fsspec.AbstractFileSystem) -> None:
-    for pattern in ("*.jsonl", "*"):  # the folder beside them is no file
+    for pattern in ("*.jsonl", "*"):  # the folder beside them is not a file
         assert [file.path for file in resolve(f"memory://bucket/{pattern}")] == [
             "memory:///bucket/a-2.jsonl",
             "memory:///bucket/a-10.jsonl",

@@ -103,7 +103,7 @@ def test_a_null_that_stood_in_the_file_stays(tmp_path: Path, value: Any) -> None
     rows = [talk(value), talk({"lang": "en"}), talk({})]
     path = jsonl(tmp_path / "a.jsonl", rows)
     assert texts_of(tmp_path, str(path)) == written(rows)
-    # a key that only others have is no null
+    # a key that only others have is not a null
     plain = [talk({"lang": "en"}), talk({"lang": "en", "more": "x"})]
     path = jsonl(tmp_path / "b.jsonl", plain)
     assert pa.types.is_nested(

@@ -98,7 +98,9 @@ def test_limits() -> None:
         first.read(0, 2, 5)
     with pytest.raises(
         ConfigError,
-        match=re.escape("num_rows: 0 rows are no dataset. Give at least 1, or None for all rows."),
+        match=re.escape(
+            "num_rows: 0 rows are not a dataset. Give at least 1, or None for all rows."
+        ),
     ):
         limited(source, 0)
 

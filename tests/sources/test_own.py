@@ -424,7 +424,10 @@ class Rowless(ShardedDataSource):
             lambda: iter([{"a": 1}] * 1100 + [{"b": 1}]),
             "d, row 1100: column 'b' is not in the first 1024 rows",
         ),
-        (lambda: iter([{"a": 1}] * 1100 + [{"a": "x"}]), "d, row 1100, column 'a': is no int64"),
+        (
+            lambda: iter([{"a": 1}] * 1100 + [{"a": "x"}]),
+            "d, row 1100, column 'a': is not an int64",
+        ),
     ],
 )
 def test_what_is_refused(data: Any, message: str, tmp_path: Path) -> None:
@@ -570,7 +573,7 @@ def test_a_fraction_behind_integers_is_not_cut(early: Any, late: Any, what: str)
         yield {"text": "b", "n": late}
 
     source = open_object(rows, name="d", version="1")
-    with pytest.raises(SourceError, match=rf"row 1024, column 'n': .*{what} is no integer"):
+    with pytest.raises(SourceError, match=rf"row 1024, column 'n': .*{what} is not an integer"):
         source.read(0, 1000, 1025)
 
     def whole() -> Iterator[dict[str, Any]]:
@@ -583,5 +586,7 @@ def test_a_fraction_behind_integers_is_not_cut(early: Any, late: Any, what: str)
 def test_a_file_under_a_name_is_no_column(tmp_path: Path) -> None:
     """As `datasets` has them: {"train": "rows.jsonl"}."""
     datasets = [DatasetConfig(name="d", data_files={"train": "rows.jsonl"})]
-    with pytest.raises(SourceError, match=r"column 'train': 'rows.jsonl' is no list.*data_files: "):
+    with pytest.raises(
+        SourceError, match=r"column 'train': 'rows.jsonl' is not a list.*data_files: "
+    ):
         Pipeline(config(tmp_path, datasets=datasets)).source().get_data()["d"].read(0, 0, 1)

@@ -386,7 +386,7 @@ def test_public_urls(url: str, public: str) -> None:
 
 
 def test_a_signed_file_is_asked_for_once(web: WebServer, tmp_path: Path) -> None:
-    """No request is made for names that are no files (a folder's manifest behind a signed URL would
+    """No request is made for names that are not files (a folder's manifest behind a signed URL would
     be refused).
     """
     from easypipe import DatasetConfig, Pipeline, PipelineConfig

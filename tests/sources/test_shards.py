@@ -90,7 +90,7 @@ def npy(array: np.ndarray) -> bytes:
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_folder_of_shards(tmp_path: Path, zipped: bool) -> None:
     path = folder(tmp_path / "mds", [texts(30), texts(12, 30)], [30, 12], zipped)
-    source = open_files(path)  # its index.json is no data
+    source = open_files(path)  # its index.json is not data
     assert_stateless_reads(source, [1, 7, 11])
     assert [shard.num_rows for shard in source.shards] == [30, 12]
     assert source.read(1, 0, 2).column("text").to_pylist() == ["row 30 é", "row 31 é"]

@@ -161,9 +161,9 @@ def test_streaming_saving_and_previews_know_the_unit(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     for name, kind in {"a.jsonl": None, "a.bin": None, "a.txt": "json"}.items():
-        with pytest.raises(ConfigError, match="text_unit: has no effect: these are no text files"):
+        with pytest.raises(ConfigError, match="text_unit: has no effect: these are not text files"):
             DatasetConfig(data_files=name, type=kind, text_unit="line")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="text_unit: has no effect: these are no text files"):
+    with pytest.raises(ConfigError, match="text_unit: has no effect: these are not text files"):
         DatasetConfig(data_files=[{"text": "a"}], text_unit="file")
     with pytest.raises(
         ConfigError, match=r"text_unit: 'page' is not an option \(have: line, paragraph, file\)"

@@ -155,7 +155,7 @@ def test_megatron_from_a_source(tmp_path: Path) -> None:
     assert docs_of(open_files(tmp_path / "m.bin")) == [[1, 2], [], [3]]
     with pytest.raises(
         SourceError,
-        match=re.escape("m, row 1: token 65536 is no uint16. Write it with dtype='int32'."),
+        match=re.escape("m, row 1: token 65536 is not a uint16. Write it with dtype='int32'."),
     ):
         write_megatron(tmp_path / "m", [[1], [2, 65536]])
     assert not (tmp_path / "m.idx").exists()
@@ -259,7 +259,7 @@ def test_bad_token_files(tmp_path: Path) -> None:
     refused(
         "a.bin",
         b"abc",
-        "3 bytes are no whole number of uint16 tokens. Check dtype",
+        "3 bytes are not a whole number of uint16 tokens. Check dtype",
         dtype="uint16",
         separator_id=1,
     )
@@ -280,8 +280,8 @@ def test_bad_token_files(tmp_path: Path) -> None:
         separator_id=1,
     )
     for array, message in (
-        (np.zeros(3), "an array of <f8 is no array of tokens"),
-        (np.zeros(3, ">i4"), "an array of >i4 is no array of tokens"),
+        (np.zeros(3), "an array of <f8 is not an array of tokens"),
+        (np.zeros(3, ">i4"), "an array of >i4 is not an array of tokens"),
         (np.zeros((2, 2, 2), np.uint8), "an array of shape (2, 2, 2)"),
         (np.asfortranarray(np.zeros((2, 3), np.uint8)), "in Fortran order"),
     ):
@@ -328,7 +328,7 @@ def test_layouts_are_for_token_files(tmp_path: Path) -> None:
         open_files(tmp_path / "a.txt", token_files=TokenFilesConfig())
     with pytest.raises(
         ConfigError,
-        match=r"token_files: has no effect: these are no files of tokens\. Set type='tokens'",
+        match=r"token_files: has no effect: these are not files of tokens\. Set type='tokens'",
     ):
         DatasetConfig(data_files="a.txt", token_files=TokenFilesConfig())
     (tmp_path / "b.bin").write_bytes(b"weights")

@@ -19,7 +19,7 @@ from easypipe.core.text import has_text
 from strategies import examples
 from token_support import small_tokenizer_folder
 
-TEXTS = ["one", "", "  \n", "\u00a0\u3000\x1c", "two ", "\u200b"]  # the last is no white space
+TEXTS = ["one", "", "  \n", "\u00a0\u3000\x1c", "two ", "\u200b"]  # the last is not white space
 
 
 def tokens(folder: Path, rows: Any, *, tokenizer: Path | None = None, **options: Any) -> Any:

@@ -135,7 +135,7 @@ def test_clear_by_name_and_age(tmp_path: Path) -> None:
     put(tmp_path, "c", seed=2)
     with pytest.raises(ConfigError, match=r"--dataset: no dataset 'aa' in .* \(have: a, b, c\)"):
         clear_cache(tmp_path, datasets=["aa"])
-    with pytest.raises(ConfigError, match="--older-than: -1 days are no age"):
+    with pytest.raises(ConfigError, match="--older-than: -1 days are not an age"):
         clear_cache(tmp_path, older_than_days=-1)
     assert clear_cache(tmp_path, older_than_days=1, datasets=["b", "c"]).removed == ("b",)
     assert {one.dataset for one in list_cache(tmp_path).datasets} == {"a", "c"}
@@ -383,7 +383,7 @@ def test_a_file_is_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path.write_text("{}")
     for command in ("list", "clear"):
         assert main(["cache", command, "--cache-dir", str(path)]) == 2
-        assert f"--cache-dir: {path} is no folder. Give the folder of a cache." in (
+        assert f"--cache-dir: {path} is not a folder. Give the folder of a cache." in (
             capsys.readouterr().err
         )
     assert path.read_text() == "{}"

@@ -132,7 +132,7 @@ def test_format_columns_announces_what_is_added(tmp_path: Path) -> None:
         match=r"returned a column 'size' whose type is unknown .* columns=\{'size': 'string'\}",
     ):
         pipeline(tmp_path, format_callback=join, format_version="1").get_data()["d"].read(0, 0, 1)
-    with pytest.raises(ConfigError, match=r"^format_columns.size: 'int' is no type"):
+    with pytest.raises(ConfigError, match=r"^format_columns.size: 'int' is not a type"):
         DatasetConfig(data_files="x", format_callback=join, format_columns={"size": "int"})
 
 
@@ -209,7 +209,7 @@ seed: 1
         "test_formats:join"
     )
     with pytest.raises(
-        ConfigError, match=r"^format_callback: 'join' is no function. Give a function, or"
+        ConfigError, match=r"^format_callback: 'join' is not a function. Give a function, or"
     ):
         DatasetConfig(data_files="x", format_callback="join")
 

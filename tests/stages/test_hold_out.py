@@ -65,7 +65,7 @@ def test_the_two_sides_are_disjoint_and_stable(tmp_path: Path) -> None:
     assert set(held) <= set(read(tmp_path, {"fraction": 0.2, "seed": 7, "held": True}))
     assert held[0] not in read(tmp_path, {"fraction": 0.2, "seed": 7})
     for wrong in (0, 1.0):
-        with pytest.raises(ConfigError, match=r"hold_out\.fraction: .* is no part of the rows"):
+        with pytest.raises(ConfigError, match=r"hold_out\.fraction: .* is not a part of the rows"):
             read(tmp_path, {"fraction": wrong})
 
 
@@ -228,7 +228,7 @@ def test_however_a_run_loads_its_held_out_rows_are_read_once_each(
 def test_refusals(tmp_path: Path) -> None:
     for held, message in (
         ({"from": "dat"}, r"eval.held.from: 'dat' names no data"),
-        ({"from": "data", "fraction": 2}, r"eval.held.fraction: 2.0 is no part"),
+        ({"from": "data", "fraction": 2}, r"eval.held.fraction: 2.0 is not a part"),
         ({"from": "data", "datasets": []}, r"eval.held.datasets: has no effect beside from"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -118,7 +118,7 @@ def test_refusals(tmp_path: Path) -> None:
             r"block_size: in a block of 10 documents 'b' has 0.1, which is none. Use blocks of at "
             r"least 100",
         ),
-        ((both, None, 0), r"block_size: 0 is no block of rows"),
+        ((both, None, 0), r"block_size: 0 is not a block of rows"),
         ((both, None, None, None, "never"), r"stop_strategy: 'never' is not an option"),
         (({"x": block_mixture_interleave(both)},), r"datasets: has a column '__source__' already"),
     ):
@@ -126,7 +126,7 @@ def test_refusals(tmp_path: Path) -> None:
             block_mixture_interleave(*values)
     with pytest.raises(ConfigError, match=r"block_rows: has no effect without a seed"):
         block_mixture_interleave(both, block_rows=4)
-    with pytest.raises(ConfigError, match=r"block_rows: 0 is no block"):
+    with pytest.raises(ConfigError, match=r"block_rows: 0 is not a block"):
         block_mixture_interleave(both, seed=1, block_rows=0)
 
 

@@ -233,7 +233,7 @@ def test_a_dataset_without_a_weight(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_weights_that_are_none(weight: float) -> None:
-    with pytest.raises(ConfigError, match=r"weights.a: .* is no weight"):
+    with pytest.raises(ConfigError, match=r"weights.a: .* is not a weight"):
         MixStageConfig(weights={"a": weight})
 
 
@@ -365,7 +365,7 @@ def test_eos_that_is_not_the_tokenizers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"seq_length": 0}, "seq_length: 0 is no row length"),
+        ({"seq_length": 0}, "seq_length: 0 is not a row length"),
         ({"strategy": "pool", "num_packers": 0}, "num_packers: 0 open rows hold nothing"),
         ({"strategy": "best"}, "strategy: 'best' is not an option"),
         (

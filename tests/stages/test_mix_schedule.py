@@ -387,7 +387,7 @@ def test_the_scheduler_gives_weights_by_step() -> None:
         ),
         (
             {"weight_schedule": [{"step": 0, "weights": {"a": -1}}]},
-            "weight_schedule[0].weights.a: -1.0 is no weight",
+            "weight_schedule[0].weights.a: -1.0 is not a weight",
         ),
         (
             {"weight_schedule": [{"step": 0, "weights": {"a": 0}}]},
@@ -440,7 +440,7 @@ def test_the_scheduler_gives_weights_by_step() -> None:
             "weight_schedule_type: 'wave' is not an option (have: step, linear, cosine)",
         ),
         ({"batch_size": 8}, "batch_size: has no effect without weight_schedule"),
-        ({"batch_size": 0, "weight_schedule": HALF_WAY}, "batch_size: 0 rows are no batch"),
+        ({"batch_size": 0, "weight_schedule": HALF_WAY}, "batch_size: 0 rows are not a batch"),
         ({"unit": "bytes"}, "unit: 'bytes' is not an option (have: rows, tokens)"),
         (
             {"unit": "tokens", "block_size": 10},
@@ -448,7 +448,7 @@ def test_the_scheduler_gives_weights_by_step() -> None:
         ),
         (
             {"max_epochs": {"a": 0}},
-            "max_epochs.a: 0 is no pass. Give at least 1, or leave the dataset out.",
+            "max_epochs.a: 0 is not a pass. Give at least 1, or leave the dataset out.",
         ),
     ],
 )

@@ -576,7 +576,7 @@ def test_saved_conversations_give_the_same_batches(tmp_path: Path, format: Any) 
             {"completion_field": "a", "rejected_field": "a"},
             "rejected_field: is the completion_field too",
         ),
-        ({"template_date": "yesterday"}, "template_date: 'yesterday' is no date"),
+        ({"template_date": "yesterday"}, "template_date: 'yesterday' is not a date"),
         ({"train_on": "user"}, "train_on: 'user' is not an option"),
     ],
 )

@@ -356,7 +356,7 @@ def test_sizes(size: int | str, expected: int) -> None:
 
 @pytest.mark.parametrize("size", ["", "many", "5 parsecs", "0", -3])
 def test_sizes_that_are_none(size: int | str) -> None:
-    with pytest.raises(ConfigError, match=r"max_shard_size: .* is no size"):
+    with pytest.raises(ConfigError, match=r"max_shard_size: .* is not a size"):
         SaveStageConfig(output_dir="x", max_shard_size=size)
 
 
@@ -977,7 +977,7 @@ def test_names_of_tokenizers_that_may_be_published(tokenizer: str, name: str) ->
 def test_load_saved_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(
         MissingFileError,
-        match=r"is no complete saved folder: it has no _easypipe.json. Give the folder that "
+        match=r"is not a complete saved folder: it has no _easypipe.json. Give the folder that "
         r"save\(\) wrote.",
     ):
         load_saved(tmp_path / "nothing")

@@ -214,7 +214,7 @@ def test_what_is_wrong_is_said(
     [manifest] = (folder / "cache" / "manifests").glob("*[0-9a-f].json")
     column = {"name": "w", "dtype": "datetime64[s]", "width": 0}
     commit_checked(manifest, read_checked(manifest) | {"aligned": [column]})
-    with pytest.raises(CacheError, match=r"manifest: datetime64\[s\] are no numbers\. Delete it"):
+    with pytest.raises(CacheError, match=r"manifest: datetime64\[s\] are not numbers\. Delete it"):
         read_manifest(manifest)
     saved = folder / "saved" / "_easypipe.json"
     commit_checked(saved, read_checked(saved) | {"num_rows": 10**15})

@@ -182,7 +182,7 @@ def test_not_json_and_broken_records(tmp_path: Path) -> None:
     assert files(cache, "locks") == before
     manifest_of(cache, "code").write_text("{")
     [found] = [one for one in verify(cache) if not one.ok]
-    assert "it is no JSON" in found.problems[0].what
+    assert "it is not JSON" in found.problems[0].what
     assert all(
         one.ok
         for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache)
@@ -223,7 +223,7 @@ def test_a_saved_manifest_that_lies(tmp_path: Path) -> None:
     assert all(one.ok for one in chain.repair(out))
     assert files(out) == before
     (out / MANIFEST).write_text("{")
-    assert "it is no JSON" in str(verify(out)[0].problems[0])
+    assert "it is not JSON" in str(verify(out)[0].problems[0])
     assert all(one.ok for one in chain.repair(out))
     assert files(out) == before
 

@@ -130,7 +130,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
             {"metrics": {"acc": 1}},
             r"metrics: without 'loss', by which the best is told \(have: acc\)",
         ),
-        ({"metrics": {"loss": "low"}}, r"metrics\.loss: 'low' is no number"),
+        ({"metrics": {"loss": "low"}}, r"metrics\.loss: 'low' is not a number"),
         ({"metrics": {"loss": float("nan")}}, r"metrics\.loss: nan cannot be compared"),
         ({"custom_state": {"a": {"b": object()}}}, r"custom_state\.a\.b: is not plain JSON"),
         ({"model": {"name": "gpt"}}, r"model\.name: str is neither an array nor a number"),
@@ -148,7 +148,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         manager.load(path, optimizer=optimizer)
     with pytest.raises(ConfigError, match="was saved without one"):
         manager.load(path, loader=Arithmetic())
-    with pytest.raises(ConfigError, match="is no checkpoint of"):
+    with pytest.raises(ConfigError, match="is not a checkpoint of"):
         manager.load(tmp_path / "b" / "1")
     with pytest.raises(MissingFileError, match=r"no such checkpoint \(have: 1\)"):
         manager.load(tmp_path / "a" / "2")

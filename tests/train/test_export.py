@@ -250,7 +250,7 @@ def test_a_published_model_without_a_tokenizer_is_asked_for_one(
         (["--messages", "FILE", "x"], "[]", "PROMPT: is given beside another way to ask"),
         ([], "", "PROMPT: none is given"),
         (["x", "--system", "y"], "", "--system: has no effect without --chat"),
-        (["x", "\ud800"], "", r"prompts[1]: '\ud800' is no text of Unicode. Write it anew."),
+        (["x", "\ud800"], "", r"prompts[1]: '\ud800' is not text of Unicode. Write it anew."),
     ],
 )
 def test_what_cannot_be_asked_is_refused(
@@ -279,7 +279,7 @@ def test_a_conversation_brings_its_system_prompt_and_what_its_template_sees(
     talk = [{"role": "user", "content": "a"}]
     row = {"messages": talk, "chat_template_kwargs": {"think": "hm"}, "system": "s"}
     assert writer.opened([("x", row)]) == ["system: s<|im_end|>user: a<|im_end|>assistant: hm"]
-    with pytest.raises(SourceError, match=r"x: bad_template_kwargs.*'messages' is no variable"):
+    with pytest.raises(SourceError, match=r"x: bad_template_kwargs.*'messages' is not a variable"):
         writer.opened([("x", {"messages": talk, "chat_template_kwargs": {"messages": 1}})])
 
 
@@ -314,7 +314,7 @@ def test_what_ends_a_turn_is_read_off_the_template(
         load_chat_template(loaded, chat_template=template, train_on="all", date=None), loaded
     )
     assert list(found.stop_token_ids) == expected
-    said = "ends a turn with '<|end|>', which is no special token of tokenizer"
+    said = "ends a turn with '<|end|>', which is not a special token of tokenizer"
     assert (said in caplog.text) == ("<|end|>" in template)
 
 

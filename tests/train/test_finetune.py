@@ -262,7 +262,7 @@ def test_a_run_is_exported_and_written_with_from_the_command_line(
     assert capsys.readouterr().out == by_run
     assert by_run.startswith("the")
     assert command(["generate", str(tmp_path / "out"), "the", "--step", "2"]) == 2
-    assert "is no run that has checkpoints" in capsys.readouterr().err
+    assert "is not a run that has checkpoints" in capsys.readouterr().err
     assert command(["export", run, str(tmp_path / "x"), "--step", "99"]) == 2
     assert "no checkpoint of step 99 (have: 3)" in capsys.readouterr().err.replace("\n", " ")
     assert command(["export", str(tmp_path), str(tmp_path / "x")]) == 2
@@ -330,7 +330,7 @@ def test_a_config_names_a_model_and_its_tokenizer_is_taken(
             "seq_length: datasets alone do not say how long a row is",
         ),
         ({"data": None}, ConfigError, "data: either it or a loader"),
-        ({"data": 3}, ConfigError, "data: int is no data"),
+        ({"data": 3}, ConfigError, "data: int is not data"),
         ({"stepz": 3}, ConfigError, "stepz: no such option of Trainer .*Did you mean 'steps'"),
     ],
 )
@@ -359,5 +359,5 @@ def test_a_vocabulary_that_is_too_small_and_a_model_that_is_not_there(
         Trainer(str(model), **options(tmp_path, data=data))
     with pytest.raises(MissingFileError, match=r"model.pretrained: .*none: no such folder"):
         Trainer(str(tmp_path / "none"), **options(tmp_path))
-    with pytest.raises(ConfigError, match="float is no model"):
+    with pytest.raises(ConfigError, match="float is not a model"):
         Trainer(3.5, settings(tmp_path), Arithmetic())

@@ -140,7 +140,7 @@ def test_what_is_written_ends_before_a_stop(asked: Asked) -> None:
     )
     assert stopped[0] == whole.split(stop)[0]
     assert whole.startswith(stopped[1])
-    with pytest.raises(ConfigError, match=r"generation_kwargs.top_q: is no option .*'top_"):
+    with pytest.raises(ConfigError, match=r"generation_kwargs.top_q: is not an option .*'top_"):
         model.generate_until(requests(("say", {"top_q": 1, "max_gen_toks": 2})))
     with pytest.raises(ConfigError, match="256 new tokens leave no room in the 24"):
         model.generate_until(requests(("say", {})))

@@ -1,4 +1,4 @@
-"""Against torch itself, every logit of 512 tokens, both ways. Torch is no part of the test extra:
+"""Against torch itself, every logit of 512 tokens, both ways. Torch is not part of the test extra:
 `nox -s parity`.
 """
 

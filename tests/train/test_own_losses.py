@@ -309,12 +309,12 @@ def test_the_same_names_with_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"callbacks": [Heard]}, r"callbacks\[0\]: <class .*Heard'> is no Callback"),
+        ({"callbacks": [Heard]}, r"callbacks\[0\]: <class .*Heard'> is not a Callback"),
         (
             {"callbacks": ["early_stopping"]},
-            r"callbacks\[0\]: 'early_stopping' is no Callback.*stand in a mapping: \{best: \{\}\}",
+            r"callbacks\[0\]: 'early_stopping' is not a Callback.*stand in a mapping: \{best: \{\}\}",
         ),
-        ({"callbacks": 3}, r"callbacks\[0\]: 3 is no Callback"),
+        ({"callbacks": 3}, r"callbacks\[0\]: 3 is not a Callback"),
         ({"callbacks": [Unheard()]}, r"on_the_hour is called at no event.*Rename the method\."),
         (
             {"callbacks": [Misspelt()]},
@@ -329,9 +329,9 @@ def test_the_same_names_with_options(tmp_path: Path) -> None:
         ({"callback": []}, r"callback: no such option of Trainer.*Did you mean 'callbacks'"),
         (
             {"train": [{}]},
-            r"^train: list is no loader: it has no batch_size, state, restore\. Give",
+            r"^train: list is not a loader: it has no batch_size, state, restore\. Give",
         ),
-        ({"evals": {"held": 3}}, r"^evals\.held: int is no loader"),
+        ({"evals": {"held": 3}}, r"^evals\.held: int is not a loader"),
         ({"loss": 3}, r"^loss: 3 cannot be called"),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_module_that_gives_no_logits_is_told_so(made: Any, gave: str, tmp_path
 
 
 def test_fewer_logits_than_tokens_are_refused_before_a_step(tmp_path: Path) -> None:
-    """They gave losses that are no numbers: ten steps were skipped before the run ended."""
+    """They gave losses that are not numbers: ten steps were skipped before the run ended."""
     tokens, folder = small_tokenizer().vocab_size, str(small_tokenizer_folder())
     assert tokens > VOCAB
     message = (

@@ -402,7 +402,7 @@ def test_where_nothing_speaks_of_other_processes_nothing_is_done(alone):
             "train.distributed.coordinator_address: not given, though num_processes is. Set it, or "
             "JAX_COORDINATOR",
         ),
-        ({}, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES: 'two' is no number"),
+        ({}, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES: 'two' is not a number"),
         (
             {"coordinator_address": "a:1", "num_processes": 2},
             {"JAX_PROCESS_ID": "2"},

@@ -139,7 +139,7 @@ def test_conversations_are_answered_by_the_template(tmp_path: Path) -> None:
         with pytest.raises(EasypipeError, match=message):
             train(from_dict(RunConfig, whole))
     (tmp_path / "asked.json").unlink()
-    with pytest.raises(ConfigError, match=r"train.callbacks.samples.messages: .* is no file"):
+    with pytest.raises(ConfigError, match=r"train.callbacks.samples.messages: .* is not a file"):
         train(from_dict(RunConfig, whole))
 
 

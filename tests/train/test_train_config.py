@@ -71,7 +71,7 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainingConfig
         ),
         (
             {"mesh": {"data": 0}},
-            "mesh.data: 0 is no number of devices. Give at least 1, or -1 for those that remain.",
+            "mesh.data: 0 is not a number of devices. Give at least 1, or -1 for those that remain.",
         ),
         (
             {"mesh": {"data": -1, "fsdp": -1}},

@@ -50,7 +50,7 @@ def test_what_an_answer_costs_is_trls_formula_in_float64(loss: Any) -> None:
 
 
 def packed(samples: list[tuple[list[int], list[int]]], slots: int) -> dict[str, np.ndarray]:
-    """A row of prompts with their answers; the last token of an answer is no target where it is
+    """A row of prompts with their answers; the last token of an answer is not a target where it is
     0.
     """
     row = {name: np.zeros(slots, np.int32) for name in ("input_ids", "segment_ids", "position_ids")}
@@ -202,7 +202,7 @@ def test_desirable_answers_become_likelier_than_the_others(
         ({"desirable_weight": -1.0}, {}, "-1.0 is not a number from 0 up"),
         ({}, {"rejected_field": "label2"}, "desirable_column: judges one answer"),
         ({}, {"desirable_field": "prompt"}, "is the prompt_field too"),
-        ({}, {"desirable_field": "number"}, "row 0, column .number.: [0-9] is no verdict"),
+        ({}, {"desirable_field": "number"}, "row 0, column .number.: [0-9] is not a verdict"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -211,7 +211,7 @@ def test_a_turn_that_the_template_leaves_open_asks_for_the_eos_token() -> None:
     found = render(open_end, talk("Hi", "Hello", "And?", "Bye"))
     assert [found.text[a:b] for a, b in found.spans] == ["Hello<|im_end|>", "Bye"]
     assert found.end == 2
-    # a question stands there: its EOS is no target
+    # a question stands there: its EOS is not a target
     assert render(open_end, talk("Hi", "Hello", "And?")).end == 1
     assert render(CHATML, talk("Hi", "Hello")).end == 0
 
@@ -252,7 +252,7 @@ STYLES = {
         "endfor %}",
         ["Hello<|im_end|>", "Bye<|im_end|>"],
     ),
-    "a stop that is no token": (
+    "a stop that is not a token": (
         "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n###END\n{% endfor %}",
         ["Hello\n###END", "Bye\n###END"],
     ),
@@ -618,7 +618,7 @@ def test_a_thought_before_words_that_nothing_ends() -> None:
 
 
 def test_an_end_in_text_follows_whoever_speaks_next() -> None:
-    """It is no token of this tokenizer, and the last turn has none."""
+    """It is not a token of this tokenizer, and the last turn has none."""
     source = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}"
         "{{ '~end~' if m.role == 'assistant' and not loop.last }}\n{% endfor %}"
@@ -640,7 +640,7 @@ def test_what_closes_a_call_opens_no_turn() -> None:
 
 
 def test_a_call_that_closes_as_text_where_nothing_ends_turns() -> None:
-    """As GLM-4.6: `</call>` is no special token, and the result follows at once."""
+    """As GLM-4.6: `</call>` is not a special token, and the result follows at once."""
     source = (
         "{% for m in messages %}<|{{ m.role }}|>{% for call in m.tool_calls or [] %}<call>"
         "{{ call.function | tojson }}</call>{% endfor %}{{ m.content }}{% endfor %}"
@@ -702,7 +702,7 @@ def test_the_next_header_is_no_stop() -> None:
     ],
 )
 def test_the_header_of_an_answer_to_come_is_no_end(source: str, end: str) -> None:
-    """Of templates that always write it, where what ends a turn is no token of the tokenizer."""
+    """Of templates that always write it, where what ends a turn is not a token of the tokenizer."""
     for messages in (talk("Why?", "So.", "And now?", "No."), talk("Why?", "So.")):
         said = [message["content"] for message in messages[1::2]]
         assert trained(source, messages, closers=()) == [f"{one}{end}" for one in said]

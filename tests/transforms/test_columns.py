@@ -548,7 +548,7 @@ def test_sources_compose_with_a_call() -> None:
         ),
         (
             lambda: Extract({"x": "tags.first"}),
-            "'first' is no position in a list. Give a position, as in 'tags.0'.",
+            "'first' is not a position in a list. Give a position, as in 'tags.0'.",
         ),
         (lambda: Extract({"x": "n.a"}), "int64 has nothing inside"),
         (lambda: Extract({"x": "m"}), "no column 'm'"),
@@ -593,11 +593,11 @@ def test_columns_that_do_not_fit(make: Callable[[], Transform], message: str) ->
         (lambda: Filter(pc.field("a") > 1, version="1"), "an expression says itself what it does"),
         (lambda: Expand("a", most=0), "0 rows are none"),
         (lambda: Expand("a", most=1, version="2"), "a column of lists has a type and no version"),
-        (lambda: Map(shout, columns={"x": "strin"}), "Map.columns.x: 'strin' is no type"),
+        (lambda: Map(shout, columns={"x": "strin"}), "Map.columns.x: 'strin' is not a type"),
         (lambda: Drop("a")([1]), "list is neither a RecordBatch nor a source with a schema"),  # type: ignore[arg-type]
-        (lambda: Map(5), "5 is no function"),  # type: ignore[arg-type]
+        (lambda: Map(5), "5 is not a function"),  # type: ignore[arg-type]
         (lambda: Chain([]), "an empty list"),
-        (lambda: Chain([len]), "is no transform. Wrap a function: Map(function)."),  # type: ignore[list-item]
+        (lambda: Chain([len]), "is not a transform. Wrap a function: Map(function)."),  # type: ignore[list-item]
     ],
 )
 def test_options_that_are_refused(make: Callable[[], Any], message: str) -> None:
@@ -659,7 +659,7 @@ def test_a_function_that_gives_a_fraction_for_an_integer_is_refused() -> None:
     halves = Map(lambda row: {"n": row["n"] / 2}, columns={"n": "int64"}, version="1")
     assert one(halves, n=[2, 4])["n"] == [1, 2]
     with pytest.raises(
-        SourceError, match=r"row 1: wrong_type: .*1.5 cannot be int64: 1.5 is no int"
+        SourceError, match=r"row 1: wrong_type: .*1.5 cannot be int64: 1.5 is not an int"
     ):
         one(halves, n=[2, 3])
 

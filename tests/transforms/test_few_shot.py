@@ -95,5 +95,5 @@ def test_no_row_has_two(
 
 def test_what_is_no_row_says_so() -> None:
     engine = PromptEngine(chat_tokenizer(), PromptConfig(**TEMPLATE))
-    with pytest.raises(SourceError, match="int is no row"):
+    with pytest.raises(SourceError, match="int is not a row"):
         engine.encode(5)  # pyright: ignore[reportArgumentType]

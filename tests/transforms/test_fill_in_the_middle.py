@@ -108,7 +108,7 @@ def test_refusals(tokenizer: str) -> None:
         FillInTheMiddle(chat_tokenizer())
     with pytest.raises(TokenizerError, match="it lacks <P>"):
         FillInTheMiddle(tokenizer, tokens=["<P>", *TOKENS[1:]])
-    with pytest.raises(ConfigError, match=r"FillInTheMiddle.rate: 1.5 is no share"):
+    with pytest.raises(ConfigError, match=r"FillInTheMiddle.rate: 1.5 is not a share"):
         FillInTheMiddle(tokenizer, rate=1.5)
     for tokens in (["a", "a", "b"], ["a", "b"], ["a", "b", "c", "d"], ["a", "", "b"]):
         with pytest.raises(

@@ -128,7 +128,7 @@ def test_one_row_of_json_is_no_column_of_conversations() -> None:
 @pytest.mark.parametrize(
     ("decided", "message"),
     [
-        ({"kind": "alpca"}, "kind: 'alpca' is no kind of rows"),
+        ({"kind": "alpca"}, "kind: 'alpca' is not a kind of rows"),
         ({"columns": {"prompt": "promt"}}, "columns.prompt: no column 'promt'"),
         ({"columns": {"prompt": "a", "instruction": "b"}}, "columns: no kind of rows has"),
     ],

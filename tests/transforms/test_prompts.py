@@ -253,7 +253,7 @@ def test_sharegpt_is_openai_in_other_words() -> None:
         shown({"conversations": [turns[1], {"from": "bot", "value": "x"}]}, format_type="sharegpt")
     with pytest.raises(SourceError, match="not_a_message: message 1 has no value"):
         shown({"conversations": [turns[1], {"from": "gpt"}]}, format_type="sharegpt")
-    with pytest.raises(ConfigError, match=r"roles.bot: 'robot' is no role"):
+    with pytest.raises(ConfigError, match=r"roles.bot: 'robot' is not a role"):
         PromptConfig(format_type="sharegpt", roles={"bot": "robot"})
 
 
@@ -460,7 +460,7 @@ def test_a_system_column_is_the_row_s_own_system_prompt(tmp_path: Path, form: An
     assert (
         "Be kind." in shown({**row, "system": None}, format_type=form, system_prompt="Be kind.")[0]
     )
-    with pytest.raises(SourceError, match="not_a_string: column 'system': 3 is no text"):
+    with pytest.raises(SourceError, match="not_a_string: column 'system': 3 is not text"):
         shown({**row, "system": 3}, format_type=form)
     rows = [{**row, "system": "Be brief."}, {**row, "system": None}]
     assert assert_one_way(tmp_path / "columns", rows, PromptConfig(format_type=form)) == 2
@@ -487,7 +487,7 @@ def test_answers_that_are_marked_as_bad_are_not_trained(tmp_path: Path, column: 
         ("prompt_completion", {"prompt": "1?", "completion": "A1"}),
         ("chat", {"messages": talk("1?", "A1")}),
     ):
-        for good in (True, None, 0, "no"):  # a class is no verdict
+        for good in (True, None, 0, "no"):  # a class is not a verdict
             assert shown({**row, column: good}, format_type=form) == shown(row, format_type=form)
         with pytest.raises(
             SourceError, match=f"rejected_answer: column {column!r} is false.*Leave such rows out"
@@ -649,7 +649,7 @@ def test_few_shot_draws_from_data_files_by_seed_and_row(tmp_path: Path) -> None:
             {"train_on": "all", "few_shot": FewShotConfig(examples=(TALK,))},
             "train_on: 'all' would train the few_shot examples",
         ),
-        ({"template_date": "today"}, "template_date: 'today' is no date"),
+        ({"template_date": "today"}, "template_date: 'today' is not a date"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], problem: str) -> None:
@@ -675,7 +675,7 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], pr
         ("{instruction}{input}", "label_column: 'output' stands nowhere"),
         ("{instruction}{output}", "input_columns: 'input' stands nowhere"),
         ("{instruction}{input}{output}{output}", "the label {output} stands 2 times"),
-        ("{instruction}{input}{output} }", "a brace that is no field"),
+        ("{instruction}{input}{output} }", "a brace that is not a field"),
         ("nothing.jinja", "neither a file nor the text of a template"),
     ],
 )

@@ -393,7 +393,7 @@ def test_identity() -> None:
         ({"name_or_path": ""}, "name_or_path: names no tokenizer"),
         (
             {"name_or_path": "x", "max_length": 0},
-            "max_length: 0 is no length. Give at least 1, or null for no limit.",
+            "max_length: 0 is not a length. Give at least 1, or null for no limit.",
         ),
         (
             {"name_or_path": "x", "padding": "max_length"},

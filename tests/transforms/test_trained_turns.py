@@ -156,7 +156,7 @@ def test_built_in_templates_train_the_same_marked_or_not() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"roles_to_train": ["gpt"]}, r"roles_to_train\[0\]: 'gpt' is no role .have: assistant"),
+        ({"roles_to_train": ["gpt"]}, r"roles_to_train\[0\]: 'gpt' is not a role .have: assistant"),
         (
             {"roles_to_train": ["user"], "train_on": "last_assistant"},
             "roles_to_train: says whose turns are trained, and train_on 'last_assistant' says it",

@@ -219,7 +219,7 @@ def test_chat_template_kwargs_of_rows_and_of_datasets(tmp_path: Path) -> None:
 
 
 def test_kwargs_that_no_template_is_given_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.tools: is no variable"):
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.tools: is not a variable"):
         PromptConfig(chat_template_kwargs={"tools": []})
     with pytest.raises(
         ConfigError, match=r"chat_template_kwargs\.f: .* nothing that JSON can hold"
@@ -232,7 +232,10 @@ def test_kwargs_that_no_template_is_given_are_refused(tmp_path: Path) -> None:
         ConfigError, match=r"datasets\[0\].chat_template_kwargs.enable_thinkin: has no"
     ):
         tokenized(data, tmp_path, wrong)
-    for kwargs, problem in (({"tools": []}, "'tools' is no variable"), ("[1]", "is no object")):
+    for kwargs, problem in (
+        ({"tools": []}, "'tools' is not a variable"),
+        ("[1]", "is not an object"),
+    ):
         bad = [data[0] | {"chat_template_kwargs": kwargs}]
         with pytest.raises(SourceError, match=f"bad_template_kwargs: .*{problem}"):
             tokenized(bad, tmp_path, columns).read(0, 0, 1)
@@ -302,7 +305,7 @@ def test_messages_with_other_keys(
     [
         ({"rolle": "from"}, r"message_fields\.rolle: no key of messages"),
         ({"role": "a", "content": "a"}, r"message_fields\.role: 'a' stands twice"),
-        ({"role": ""}, r"message_fields\.role: '' is no key"),
+        ({"role": ""}, r"message_fields\.role: '' is not a key"),
     ],
 )
 def test_keys_that_no_message_has_are_refused(fields: dict[str, str], problem: str) -> None:

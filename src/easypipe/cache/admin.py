@@ -141,7 +141,7 @@ def clear_cache(
     require(
         older_than_days is None or older_than_days >= 0,
         "--older-than",
-        f"{older_than_days} days are no age",
+        f"{older_than_days} days are not an age",
         "Give 0 or more.",
     )
     if not folder.remote and not folder.local.is_dir():

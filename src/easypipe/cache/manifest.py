@@ -293,7 +293,7 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
                 raise TypeError(f"{file!r} is not a file of this cache")
         for column in found.aligned:
             if column.kind.kind not in "iuf":
-                raise TypeError(f"{column.dtype} are no numbers")
+                raise TypeError(f"{column.dtype} are not numbers")
         return found
     except DamagedFileError as error:
         raise CacheError(

@@ -236,7 +236,7 @@ class StagedPart:
                 self._bring_missing(at, min(at + 8, size))
                 at += 8 + int.from_bytes(self.map[at + 4 : at + 8], "little")
                 if at > size:
-                    raise CacheError(at=self.url, problem="is no token file", fix=AGAIN)
+                    raise CacheError(at=self.url, problem="is not a token file", fix=AGAIN)
                 self._bring_missing(head, at)
             footer = size - 10 - int.from_bytes(self.map[size - 10 : size - 6], "little")
             self._bring_missing(max(0, footer), size)

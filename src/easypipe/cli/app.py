@@ -176,7 +176,7 @@ def run(arguments: Sequence[str] | None) -> int:
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # noqa: BLE001  (a panic of a library in Rust is no Exception)
+    except BaseException as error:  # noqa: BLE001  (a panic of a library in Rust is not an Exception)
         code = _told(error, given, debug=debug)
         _end_others(code, error)
         return code

@@ -128,7 +128,7 @@ def _folder(given: str | None) -> CacheFolder:
     require(
         not (isinstance(path, Path) and path.exists() and not path.is_dir()),
         "--cache-dir" if given else "EASYPIPE_CACHE",
-        f"{path} is no folder",
+        f"{path} is not a folder",
         "Give the folder of a cache.",
     )
     return folder

@@ -70,7 +70,7 @@ def doctor(
     if machine:
         from easypipe.doctor.machine import machine_checks
 
-        require(folder.is_dir(), str(folder), "is no folder", "Give one that is there.")
+        require(folder.is_dir(), str(folder), "is not a folder", "Give one that is there.")
         with tempfile.TemporaryDirectory(prefix=".easypipe-doctor-", dir=folder) as inside:
             costs.append(f"this machine, and the file system of {folder.absolute()}: about 10 s")
             say(costs[-1])

@@ -105,7 +105,7 @@ def _part(shard: str) -> tuple[int, int]:
     require(
         slash and number.isdecimal() and count.isdecimal() and int(number) < int(count),
         "--shard",
-        f"{shard!r} is no part",
+        f"{shard!r} is not a part",
         "Write I/N with I from 0 to N - 1, like 0/8.",
     )
     return int(number), int(count)

@@ -67,7 +67,7 @@ def load(
         require(
             step is None,
             "--step",
-            f"{name} is no run that has checkpoints",
+            f"{name} is not a run that has checkpoints",
             "Leave it out, or give a run's folder.",
         )
         decoder = load_pretrained(name, dtype=dtype)

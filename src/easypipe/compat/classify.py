@@ -109,7 +109,7 @@ class ImagesConfig:
         require(
             0 <= self.val_split < 1,
             "val_split",
-            f"{self.val_split} is no share of the rows",
+            f"{self.val_split} is not a share of the rows",
             "Give one from 0 up to 1.",
         )
         require(
@@ -224,7 +224,7 @@ class Images:
         """Returns the rows, whose labels are numbered by `classes`.
 
         Raises:
-            SourceError: A label is no class; names the row.
+            SourceError: A label is not a class; names the row.
         """
         images = self._table.column(0)
         return ImageRows(images, self._numbers(classes), self.fingerprint, self._name)
@@ -256,7 +256,7 @@ class Images:
         """Returns the class of each row.
 
         Raises:
-            SourceError: A label is no class; names the row.
+            SourceError: A label is not a class; names the row.
         """
         if classes is None or not pa.types.is_large_string(self._labels.type):
             numbers = self._labels.to_numpy().astype(np.int64)

@@ -71,13 +71,13 @@ class Padding:
         require(
             self.padding_side in ("right", "left"),
             "padding_side",
-            f"{self.padding_side!r} is no side",
+            f"{self.padding_side!r} is not a side",
             have=["right", "left"],
         )
         require(
             self.max_length is None or self.max_length >= 1,
             "max_length",
-            f"{self.max_length} is no row length",
+            f"{self.max_length} is not a row length",
             "Give at least 1.",
         )
         check_tensors(self.return_tensors)

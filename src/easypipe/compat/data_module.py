@@ -89,7 +89,7 @@ class UniversalDataModule:
         require(
             0 <= val_split < 1,
             "val_split",
-            f"{val_split} is no share of the rows",
+            f"{val_split} is not a share of the rows",
             "Give one from 0 up to 1.",
         )
         if val_data is not None and val_split:

@@ -173,7 +173,7 @@ def create_masked_lm_collate(
     require(
         0 < probability < 1,
         "probability",
-        f"{probability} is no share of tokens",
+        f"{probability} is not a share of tokens",
         "Give one between 0 and 1.",
     )
     special, starts = list(special_token_ids), None

@@ -286,7 +286,7 @@ class CollatorRegistry:
         if not isinstance(task_spec, TaskSpec):  # most often a name
             raise ConfigError(
                 at="task_spec",
-                problem=f"{task_spec!r} is no TaskSpec",
+                problem=f"{task_spec!r} is not a TaskSpec",
                 fix="Give one, or choose by collator_name.",
             )
         of_modality = [e for e in self._known.values() if e.modality == task_spec.modality]

@@ -229,7 +229,7 @@ def _pipeline(
     """Returns the PipelineConfig of what stands for one, with these sizes.
 
     Raises:
-        ConfigError: It is no data, or datasets are given without a row length.
+        ConfigError: It is not data, or datasets are given without a row length.
     """
     if isinstance(data, str | Path):
         values = load_yaml(data)
@@ -245,7 +245,7 @@ def _pipeline(
         data = PipelineConfig(datasets=datasets)
     if not isinstance(data, PipelineConfig):
         have = ("PipelineConfig", "a YAML file", "DatasetConfig", "several of these")
-        raise ConfigError(at=at, problem=f"{type(data).__name__} is no data", have=have)
+        raise ConfigError(at=at, problem=f"{type(data).__name__} is not data", have=have)
     if seq_length is not None:
         pack = data.pack or PackStageConfig(seq_length=seq_length)
         data = dataclasses.replace(data, pack=dataclasses.replace(pack, seq_length=seq_length))

@@ -159,14 +159,14 @@ class VisionDataCollator:
         """Returns an image as Float32[H, W, C] in [0, 1]; arrays of floats as they are.
 
         Raises:
-            SourceError: It is no image.
+            SourceError: It is not an image.
         """
         at = f"row {number} of the batch"
         array = _decoded(given, at, self.channels) if _is_encoded(given) else np.asarray(given)
         if array.dtype.kind not in "uif" or array.ndim not in (2, 3):
             raise SourceError(
                 at=at,
-                problem=f"{array.dtype} of shape {array.shape} is no image",
+                problem=f"{array.dtype} of shape {array.shape} is not an image",
                 fix="Give [H, W], [H, W, C] or [C, H, W].",
             )
         array = _channels_last(array, at)
@@ -308,7 +308,7 @@ def _decoded(given: Item, at: str, channels: int) -> Array:
     with raising(
         SourceError,
         at,
-        "is no image that Pillow reads",
+        "is not an image that Pillow reads",
         "Leave such rows out of the dataset.",
         (
             OSError,
@@ -386,7 +386,7 @@ def _labels(given: Sequence[Item]) -> Array:
         at = place(f"row {i} of the batch", column=LABELS)
         raise SourceError(
             at=at,
-            problem=f"{labels[i]!r} is no number",
+            problem=f"{labels[i]!r} is not a number",
             fix="Give every class a number, in the dataset.",
         )
     return labels.astype(np.int64) if labels.dtype.kind in "uib" else labels

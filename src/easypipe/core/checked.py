@@ -105,7 +105,7 @@ def parse_checked(
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"it is no JSON: {error}") from None
+        raise _damaged(path, f"it is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise _damaged(path, "it holds no JSON object")
     found = cast("JsonObject", value)
@@ -167,7 +167,7 @@ def whole(value: object) -> int:
         TypeError: It is none; int() would convert it.
     """
     if type(value) is not int:
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not a whole number")
     return value
 
 

@@ -404,7 +404,7 @@ def require_harmless(values: Any, at: str) -> None:
             require_harmless(value, f"{at}[{i}]")
     elif isinstance(values, str):
         whole = not any("\ud800" <= letter <= "\udfff" for letter in values)
-        require(whole, at, f"{values!a} is no text of Unicode", "Write it anew.")
+        require(whole, at, f"{values!a} is not text of Unicode", "Write it anew.")
 
 
 def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
@@ -533,7 +533,7 @@ def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
     loc = list(first["loc"])
     branches = [a for a in typing.get_args(_hints(cls).get(str(loc[0]))) if a is not type(None)]
     if len(loc) > 1 and len(branches) > 1 and _is_union(_hints(cls)[str(loc[0])]):
-        del loc[1]  # the name of the union's branch, which is no part of the key path
+        del loc[1]  # the name of the union's branch, which is not part of the key path
     at = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     if first["type"] == "missing":
         return ConfigError(at=at, problem="required, but not given", fix=f"Set {at!r}.")

@@ -54,7 +54,7 @@ class UserFunction:
         of: The option that it is given as, for messages.
 
     Raises:
-        ConfigError: It cannot be found, or is no function.
+        ConfigError: It cannot be found, or is not a function.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class UserFunction:
         if not callable(self._call):
             raise ConfigError(
                 at=of,
-                problem=f"{function!r} is no function",
+                problem=f"{function!r} is not a function",
                 fix='Give a function, or "module:function".',
             )
         self.name = function if isinstance(function, str) else name_of(function)

@@ -90,7 +90,7 @@ _SECRET_OPTION = re.compile(
 )
 _RANGE = re.compile(r"bytes (\d+)-", re.IGNORECASE)  # the head of Content-Range
 _FOLLOWING = {"range", "accept", "accept-encoding", "user-agent"}  # headers of every client
-# words that gcsfs accepts in place of a token, which are no secrets
+# words that gcsfs accepts in place of a token, which are not secrets
 _NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")
 
 
@@ -312,7 +312,7 @@ def public_url(url: str) -> str:
         return url
     try:
         parts = urlsplit(url)
-    except ValueError:  # a bracket that is no IPv6 host: a glob
+    except ValueError:  # a bracket that is not an IPv6 host: a glob
         return url
     host = parts.netloc.rpartition("@")[2]
     query = parts.query

@@ -102,7 +102,7 @@ def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         key: Any = "<<" if merges else loader.construct_object(key_node)
         mark = key_node.start_mark
         if not isinstance(key, str | int | float | None):
-            raise yaml.MarkedYAMLError(problem="a key is no text", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem="a key is not text", problem_mark=mark)
         if key in seen:
             raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=mark)
         seen.add(key)

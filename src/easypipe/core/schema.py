@@ -182,7 +182,7 @@ def _changed(value: Any, kind: pa.DataType) -> str | None:
         return None
     if pa.types.is_integer(kind):
         cut = isinstance(value, float | np.floating) and value % 1
-        return f"{float(value)!r} is no integer" if cut else None
+        return f"{float(value)!r} is not an integer" if cut else None
     if pa.types.is_float32(kind) or pa.types.is_float16(kind):
         most = float(np.finfo(kind.to_pandas_dtype()).max)
         beyond = most < abs(float(value)) < math.inf
@@ -276,7 +276,7 @@ class OutputSchema:
             require(
                 numeric,
                 f"dtypes.{name}",
-                f"{kind!r} is no dtype of numbers",
+                f"{kind!r} is not a dtype of numbers",
                 "Write 'int32', 'float32', ...",
             )
 

@@ -44,7 +44,7 @@ def trust_endpoint(url: str) -> None:
     require(
         scheme in ("http", "https") and host,
         "trust_endpoint",
-        f"{url!r} is no URL of a web server",
+        f"{url!r} is not a URL of a web server",
         "Write https://host.",
     )
     os.environ[TRUSTED] = f"{os.environ.get(TRUSTED, '')} {url}".strip()
@@ -154,7 +154,7 @@ def _is_one_of(url: str, trusted: Sequence[str]) -> bool:
 
 
 def _origin(url: str) -> tuple[str, str, int]:
-    """Returns scheme, host and port; the host of a text that is no URL is ''."""
+    """Returns scheme, host and port; the host of a text that is not a URL is ''."""
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)

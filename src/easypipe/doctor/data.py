@@ -180,7 +180,7 @@ def masks(sample: Sample) -> str:
             for one in explained.segments:
                 found = int(trained[row, one.slot_start : one.slot_stop - 1].sum())
                 open_to = one.slot_stop - one.slot_start - one.masked_tokens
-                # The first token of a segment is no label; a piece may lack its prompt.
+                # The first token of a segment is not a label; a piece may lack its prompt.
                 if found > open_to or (found < open_to - 1 and not one.is_part):
                     raise Failed(
                         f"batch {n}, row {row}, {one.title}: {found} targets, where its loss mask "

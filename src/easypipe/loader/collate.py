@@ -63,7 +63,7 @@ class CollateConfig:
         require(
             self.max_length is None or self.max_length >= 1,
             "max_length",
-            f"{self.max_length} is no row length",
+            f"{self.max_length} is not a row length",
             "Give at least 1.",
         )
         require(

@@ -89,7 +89,7 @@ class LoadStageConfig:
         require(
             self.stall_timeout_s > 0,
             "stall_timeout_s",
-            f"{self.stall_timeout_s} is no time to wait",
+            f"{self.stall_timeout_s} is not a time to wait",
             "Give seconds above 0.",
         )
         if isinstance(self.mesh, Mapping):
@@ -178,7 +178,7 @@ def check_axes(mesh: Mapping[Any, Any]) -> dict[str, int]:
         ):
             raise PlacementError(
                 at=f"mesh.{axis}",
-                problem=f"{size!r} is no axis size",
+                problem=f"{size!r} is not an axis size",
                 fix="Give a count of devices, or -1 for what is left.",
             )
         sizes[axis] = size

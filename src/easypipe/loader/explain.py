@@ -3,7 +3,7 @@
 step     a batch, counted from 0
 row      of the batch, from 0; `number` is the row of the run
 segment  tokens of one document that stand together in a row, from 1, as in `segment_ids`
-masked   a token that is no target: its loss_mask is 0
+masked   a token that is not a target: its loss_mask is 0
 """
 
 from __future__ import annotations

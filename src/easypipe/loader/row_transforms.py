@@ -57,7 +57,7 @@ class MappedRows(DerivedRows):
         require(
             callable(transform),
             "map_rows",
-            f"{transform!r} is no function",
+            f"{transform!r} is not a function",
             "Give a function of (columns, key).",
         )
         require(

@@ -63,7 +63,7 @@ def integer_weights(weights: Mapping[str, float]) -> tuple[int, ...]:
         if not math.isfinite(weight) or weight <= 0:
             raise PlanError(
                 at=f"weights.{name}",
-                problem=f"{weight!r} is no weight",
+                problem=f"{weight!r} is not a weight",
                 fix="Give a positive finite number, or leave the dataset out.",
             )
         exact.append(

@@ -50,9 +50,9 @@ class Schedule:
         steps, sizes = ([one for one, _ in each] for each in (self.points, self.batch_sizes))
         assert self.kind in KINDS, f"no kind {self.kind!r}"
         assert steps, "no point"
-        assert _ascend([-1, *steps]), f"{steps} are no ascending steps"
+        assert _ascend([-1, *steps]), f"{steps} are not ascending steps"
         assert sizes[:1] in ([0], []), f"{sizes} do not begin at step 0"
-        assert _ascend(sizes), f"{sizes} are no ascending steps"
+        assert _ascend(sizes), f"{sizes} are not ascending steps"
         assert all(size > 0 for _, size in self.batch_sizes), "a batch without rows"
         assert len({len(weights) for weights in self.all_weights}) == 1, "points of other datasets"
         assert all(min(w) >= 0 and any(w) for w in self.all_weights), "weights below 0, or all 0"

@@ -33,7 +33,7 @@ class OrderConfig:
         require(
             self.block_rows >= 1,
             "block_rows",
-            f"{self.block_rows} is no block of rows",
+            f"{self.block_rows} is not a block of rows",
             "Give at least 1.",
         )
         require(

@@ -319,7 +319,7 @@ class WindowState(Generic[At]):
         # a state from a file may be of any shape
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             raise StateError(
-                at="window", problem=f"{values!r} is no state of a plan: {error!r}"
+                at="window", problem=f"{values!r} is not a state of a plan: {error!r}"
             ) from None
         return WindowState(
             index=index,

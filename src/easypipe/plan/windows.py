@@ -278,7 +278,8 @@ class Plan:
             or sum(state.deficits)
         ):
             raise StateError(
-                at="window", problem=f"{state.to_json()} is no state of a plan over {size} datasets"
+                at="window",
+                problem=f"{state.to_json()} is not a state of a plan over {size} datasets",
             )
         if (self._feed.remaining(state) < 0).any():
             raise StateError(

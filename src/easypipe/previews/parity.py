@@ -179,7 +179,7 @@ def _texts(
     own, eos = source.tokenizer, source.tokenizer.eos_token_id
     for shard, one in enumerate(source.source.shards):
         texts = source.form.read(source.source, shard, 0, one.num_rows or 0)
-        notes += [_note(reject, "are no text") for reject in texts.rejects]
+        notes += [_note(reject, "are not text") for reject in texts.rejects]
         for i, (row, text) in enumerate(
             zip(texts.rows.tolist(), texts.texts.to_pylist(), strict=True)
         ):

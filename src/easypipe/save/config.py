@@ -78,7 +78,7 @@ class SaveStageConfig:
             "Choose one of these.",
             have=CODECS[self.format],
         )
-        max_bytes_of(self)  # raises where it is no size
+        max_bytes_of(self)  # raises where it is not a size
         repo, branch = self.hub_repo_id, self.hub_revision
         for wrong, at, problem, fix in (
             (
@@ -144,6 +144,6 @@ def parse_bytes(size: int | str) -> int:
             return num_bytes
     raise ConfigError(
         at="max_shard_size",
-        problem=f"{size!r} is no size",
+        problem=f"{size!r} is not a size",
         fix='Write bytes as a number, or like "500MB" or "2GiB".',
     )

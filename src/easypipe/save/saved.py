@@ -159,7 +159,7 @@ def is_saved(path: str | Path, storage_options: StorageOptions = None) -> bool:
     if storage.is_remote(path) and (
         any(c in str(path) for c in "*?[") or format_of(str(path)) is not None
     ):
-        # A pattern, or a URL that names a file, is no folder: the server need not be asked.
+        # A pattern, or a URL that names a file, is not a folder: the server need not be asked.
         return False
     return storage.exists(join(path, MANIFEST), storage_options)
 
@@ -191,7 +191,7 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
             raise ValueError(f"{outside[0]!r} is not a file of this folder")
         schema, aligned = schema_of_text(found["schema"]), found.get("aligned", ())
         if not {*aligned} <= {*schema.names}:
-            raise ValueError(f"{[*aligned]} are no columns of its schema")
+            raise ValueError(f"{[*aligned]} are not columns of its schema")
         told = found["num_rows"], found["num_tokens"]
         rows, tokens = (
             sum(one.num_rows for one in found["shards"]),
@@ -339,7 +339,7 @@ def load_saved(path: str | Path, storage_options: StorageOptions = None) -> Save
         else "Give the folder that save() wrote."
     )
     raise MissingFileError(
-        at=str(path), problem=f"is no complete saved folder: it has no {MANIFEST}", fix=fix
+        at=str(path), problem=f"is not a complete saved folder: it has no {MANIFEST}", fix=fix
     )
 
 

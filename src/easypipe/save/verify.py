@@ -75,7 +75,7 @@ def cache_folder_of(
 ) -> tuple[CacheFolder, str | None] | None:
     """Returns (the token cache that `path` is or has a manifest of, the key of that manifest).
 
-    None where `path` is no token cache.
+    None where `path` is not a token cache.
     """
     text = place_of(path)
     root, _, name = text.rpartition("/manifests/")

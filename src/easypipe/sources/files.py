@@ -298,7 +298,7 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
         )
     if os.path.exists(path):  # before patterns, so that a file called data[1].txt can be named
         return [_local(path)]
-    folder = nearest_folder(path)  # it exists, so brackets in its name are no pattern
+    folder = nearest_folder(path)  # it exists, so brackets in its name are not a pattern
     if glob.has_magic(rest := path[len(folder) :]):
         circles: list[str] = []
         pattern = glob.escape(folder) + rest
@@ -490,7 +490,7 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
 
 
 def _sized(file: FileRef, num_bytes: int | None, identity: str) -> FileRef:
-    """Returns the file with what its server tells; raises SourceError if that is no size."""
+    """Returns the file with what its server tells; raises SourceError if that is not a size."""
     if num_bytes is None:
         raise file.error("the server does not tell its size", "Copy the file to storage that does.")
     return replace(file, num_bytes=int(num_bytes), identity=identity)

@@ -59,7 +59,7 @@ def open_files(
         ConfigError: The type is unknown, or an option has no effect.
     """
     if type is not None:
-        require_known(type, FORMATS, "type", f"{type!r} is no file format")
+        require_known(type, FORMATS, "type", f"{type!r} is not a file format")
     if type is None:
         by_format: dict[str | None, str] = {}
         for file in resolve(data_files, options.get("storage_options")):

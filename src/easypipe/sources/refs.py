@@ -147,7 +147,7 @@ def data_files_in(
         parts = name[len(folder) :].strip("/").split("/")
         if not any(part.startswith((".", "_")) for part in parts) and format_of(name) in kinds:
             kept.append(name)
-    if any(format_of(name) == "mds" for name in kept):  # the index of MDS is no data
+    if any(format_of(name) == "mds" for name in kept):  # the index of MDS is not data
         kept = [name for name in kept if not name.endswith("/index.json")]
     if not kept:
         endings = [ending for kind in kinds for ending in ALL_EXTENSIONS[kind]]

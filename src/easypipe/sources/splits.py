@@ -206,7 +206,7 @@ def limited(source: ShardedSource, num_rows: int) -> PartialSource:
     require(
         num_rows >= 1,
         "num_rows",
-        f"{num_rows} rows are no dataset",
+        f"{num_rows} rows are not a dataset",
         "Give at least 1, or None for all rows.",
     )
     return PartialSource(source, Part(f"[:{num_rows}]", None, str(num_rows), limits=True))

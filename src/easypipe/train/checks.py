@@ -118,7 +118,7 @@ def check_loader(loader: BatchLoader, at: str) -> None:
     require(
         not lacking,
         at,
-        f"{type(loader).__name__} is no loader: it has no {', '.join(lacking)}",
+        f"{type(loader).__name__} is not a loader: it has no {', '.join(lacking)}",
         "Give one that a Pipeline builds, or anything with easypipe.core.protocols.BatchLoader's "
         "names.",
     )

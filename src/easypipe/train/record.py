@@ -229,7 +229,7 @@ def _recorded(output_dir: str | Path) -> Settings | None:
     record = Path(os.path.expanduser(output_dir)) / RECORD
     if not record.exists():
         return None
-    with allowing_code():  # it may name functions, which are not run
+    with allowing_code():  # it may name functions, which are not a run
         return load_yaml(record)
 
 

@@ -192,7 +192,7 @@ def _axolotl_turns(left: dict[str, str], at: str, one: JsonObject) -> JsonObject
         roles = [role for role in roles if role in SPEAKERS]
     prompt: JsonObject = {"roles_to_train": roles} if roles != ["assistant"] or flagged else {}
     if ends == "all":
-        left[f"{at}.train_on_eos"] = "the ends of turns that are not trained are no targets"
+        left[f"{at}.train_on_eos"] = "the ends of turns that are not trained are not targets"
     elif ends != "turn":
         prompt["train_on_eos"] = ends or "none"
     if one.get("train_on_eot", ends) != ends:
@@ -257,7 +257,7 @@ def _share(key: Key, split: str, share: float) -> str:
     if percent == int(percent):
         return f"{split}[:{int(percent)}%]"
     key.made.left[f"{key.name}, {split}"] = (
-        f"{share} of its rows are no whole per cents: set num_rows of the dataset"
+        f"{share} of its rows are not whole per cents: set num_rows of the dataset"
     )
     return split
 

@@ -122,7 +122,7 @@ def whole(path: str, none: str = "") -> Rule:
     def rule(key: Key) -> None:
         value = key.value
         if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-            key.leave(f"{value!r} is no whole number, and {path} counts")
+            key.leave(f"{value!r} is not a whole number, and {path} counts")
         elif value > 0:
             key.put(path, int(value))
         elif none:
@@ -433,4 +433,4 @@ def loss(key: Key) -> None:
     elif name in get_args(PreferenceLoss):
         key.put("train.preference.loss", name)
     else:
-        key.leave(f"{value!r} is no loss of train.preference")
+        key.leave(f"{value!r} is not a loss of train.preference")

@@ -105,7 +105,7 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
     require(
         "model" in made.config,
         str(path),
-        f"names no model, so it is no config of {tool}",
+        f"names no model, so it is not a config of {tool}",
         f"Give a YAML file of {tool}: one of {', '.join(TOOLS)}.",
     )
     require(
@@ -147,7 +147,7 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
     rows, parts = given.get(key, rows), given.get("gradient_accumulation_steps", 1)
     for name, value in ((key, rows), ("gradient_accumulation_steps", parts)):
         counts = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        require(counts, name, f"{value!r} is no count of rows", "Give a whole number.")
+        require(counts, name, f"{value!r} is not a count of rows", "Give a whole number.")
     load |= {"batch_size": rows * parts, "accumulation_steps": parts}
     if key in given:
         made.left[key] = (
@@ -510,7 +510,7 @@ _TRL: dict[str, Rule] = {
     "lora_task_type": needless("is what the run says"),
     "chat_template": template,
     "assistant_only_loss": assistant_only,
-    "completion_only_loss": always("prompts are no targets"),
+    "completion_only_loss": always("prompts are not targets"),
     "beta": trl_beta,
     "loss_type": loss,
     "label_smoothing": smoothing,

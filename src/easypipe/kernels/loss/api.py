@@ -239,7 +239,7 @@ def fused_cross_entropy(
 
     Nothing of their size is made but their gradient, which has their dtype. Options are as there;
     `sharding.vocab` is that of the last dimension of the logits, `sharding.embed` is not used.
-    "pallas_tpu" is no implementation here: on TPU, XLA's own row kernels run.
+    "pallas_tpu" is not an implementation here: on TPU, XLA's own row kernels run.
 
     Raises:
         ConfigError: As there.

@@ -212,7 +212,7 @@ def _shapes(request: Request) -> Iterator[str]:
         )
     if lm_head is not None:
         if lm_head.ndim != 2 or 0 in lm_head.shape:
-            yield f"lm_head {lm_head.shape} is no matrix: give [D, V] or [V, D]"
+            yield f"lm_head {lm_head.shape} is not a matrix: give [D, V] or [V, D]"
         elif hidden.ndim and hidden.shape[-1] not in lm_head.shape:
             yield (
                 f"lm_head {lm_head.shape} has no dimension of the width {hidden.shape[-1]} of "
@@ -235,7 +235,7 @@ def _shapes(request: Request) -> Iterator[str]:
     if request.weights is not None and request.weights.shape != labels.shape:
         yield f"weights {request.weights.shape} do not fit labels {labels.shape}"
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        yield f"labels: dtype {labels.dtype} is no integer: give token ids as int32"
+        yield f"labels: dtype {labels.dtype} is not an integer: give token ids as int32"
     for name, array in ((what, hidden), ("lm_head", lm_head), ("bias", request.bias)):
         if array is not None and array.dtype.name not in DTYPES:
             yield f"{name}: dtype {array.dtype} is not one of {', '.join(DTYPES)}"
@@ -259,10 +259,10 @@ def _numbers(request: Request) -> Iterator[str]:
     if request.chunk_size is not None and not (
         _is_whole(request.chunk_size) and request.chunk_size >= 1
     ):
-        yield f"chunk_size: {request.chunk_size} tokens are no chunk: give a whole number from 1 up"
+        yield f"chunk_size: {request.chunk_size} tokens are not a chunk: give an integer above 0"
     if not (_is_whole(request.ignore_index) and -(2**31) <= request.ignore_index < 2**31):
         yield (
-            f"ignore_index: {request.ignore_index} is no label: give an int of 32 bits (-100 is "
+            f"ignore_index: {request.ignore_index} is not a label: give an int of 32 bits (-100 is "
             "usual)"
         )
 

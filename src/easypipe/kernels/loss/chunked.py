@@ -421,7 +421,7 @@ class _Piece(NamedTuple):
 def _pieces(lm_head: Array, bias: Array | None, layout: Layout, vector: int) -> list[_Piece]:
     """Returns the vocabulary, cut after its last whole vector.
 
-    cuBLAS would pad logits, head and gradient of a piece that is no multiple of that.
+    cuBLAS would pad logits, head and gradient of a piece that is not a multiple of that.
     """
     axis, vocab = layout.index("v"), vocab_size(lm_head, layout)
     cuts = sorted({0, vocab // vector * vector, vocab})

@@ -45,7 +45,7 @@ class LogitStats(NamedTuple):
     Attributes:
         log_sum: log sum_v exp(z - best): lse without what a large offset of the logits would round
             away.
-        target: z[t, labels[t]]; 0 where labels[t] is no local column.
+        target: z[t, labels[t]]; 0 where labels[t] is not a local column.
         sum: sum_v z, for label smoothing.
         best: max_v z; it carries no gradient: the cotangent of log_sum is that of lse.
     """

@@ -89,7 +89,7 @@ def device_kind() -> str:
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         return abstract.device_kind
-    # `default` is a device, the name of a platform, or None; jax's options are no attributes.
+    # `default` is a device, the name of a platform, or None; jax's options are not attributes.
     default = getattr(jax.config, "jax_default_device", None)
     if default is None or isinstance(default, str):
         default = jax.devices(default)[0]
@@ -176,9 +176,9 @@ def _parse(text: str, name: str) -> list[Entry]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(at=name, problem=f"is no JSON: {error}", fix=fix) from error
+        raise ConfigError(at=name, problem=f"is not JSON: {error}", fix=fix) from error
     if not isinstance(rows, list):
-        raise ConfigError(at=name, problem="is no list of entries", fix=fix)
+        raise ConfigError(at=name, problem="is not a list of entries", fix=fix)
     entries = []
     for number, row in enumerate(rows):
         try:
@@ -194,7 +194,7 @@ def _parse(text: str, name: str) -> list[Entry]:
                     "measured, with its milliseconds"
                 )
             if not all(isinstance(size, int) and size >= 0 for size in entry.blocks.values()):
-                raise ValueError(f"blocks are no sizes: {entry.blocks}")
+                raise ValueError(f"blocks are not sizes: {entry.blocks}")
         except (TypeError, ValueError) as error:
             raise ConfigError(at=f"{name}: entry {number}", problem=str(error), fix=fix) from error
         entries.append(entry)

@@ -74,7 +74,7 @@ def _count(pieces, view, tables, rule, todo, found):
         )
         d = view.dataset[draw]
         part, first, end, _ = find(tables, d, view.doc[draw], todo, 0)
-        # The first token of a piece is no label, unless it is that of a row before.
+        # The first token of a piece is not a label, unless it is that of a row before.
         skipped = 0 if goes_on and (start > 0 or (joined and draw != begins)) else 1
         if tables.mask[part] == 0:  # every token is a target
             found[0, d] += length - skipped

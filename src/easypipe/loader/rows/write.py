@@ -43,7 +43,7 @@ class Tokens(Protocol):
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens are no targets."""
+        """Whether some tokens are not targets."""
         ...
 
     def window_at(self, row: int) -> tuple[View, Tables]:

@@ -47,7 +47,7 @@ def from_text(text: str, num_datasets: int) -> StreamState:
             raise ValueError(f"a document of dataset {cut[0]} of {num_datasets}")
     except (binascii.Error, TypeError, ValueError) as error:
         raise StateError(
-            at="loader state", problem=f"{text!r} is no state of a stream: {error}"
+            at="loader state", problem=f"{text!r} is not a state of a stream: {error}"
         ) from None
     parts = [rest[i : i + 6] for i in range(0, 6 * num_datasets, 6)]
     return WindowState(

@@ -283,7 +283,7 @@ class Stream:
         pack, layout = spec.plan.pack, window.layout
         draws = (dataset, lengths)
         plan_stats.count(draws, layout, layout.num_rows, pack, totals.table, start - placed)
-        if spec.joined:  # only the first token of an epoch is no label
+        if spec.joined:  # only the first token of an epoch is not a label
             totals.table[:, plan_stats.SEGMENTS] = segments
             if cut is None and not any(any(place[1:4]) for place in before.drawn):
                 totals.table[dataset[np.flatnonzero(lengths)[:1]], plan_stats.SEGMENTS] += 1

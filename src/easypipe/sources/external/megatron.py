@@ -199,7 +199,7 @@ def write_megatron(
                     row = docs + int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
                     raise SourceError(
                         at=place(target, row=row),
-                        problem=f"token {values[wrong[0]]} is no {dtype}",
+                        problem=f"token {values[wrong[0]]} is not a {dtype}",
                         fix="Write it with dtype='int32'.",
                     )
                 out.write(values.astype(kind).tobytes())

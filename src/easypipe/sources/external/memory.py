@@ -156,7 +156,7 @@ def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:
     if isinstance(values, str | bytes | os.PathLike):
         raise SourceError(
             at=place(name, column=key),
-            problem=f"{str(values)!r:.80} is no list: a mapping holds the rows themselves, as a "
+            problem=f"{str(values)!r:.80} is not a list: a mapping holds the rows themselves, as a "
             "list for each column",
             fix="Give a list. A file is named without a mapping: data_files: rows.jsonl.",
         )

@@ -57,7 +57,7 @@ def is_dataset_dict(data: Dataset) -> bool:
 
 
 def is_random_access(data: Dataset) -> bool:
-    """Returns whether this has rows by number and is no plain container.
+    """Returns whether this has rows by number and is not a plain container.
 
     Such are `grain.MapDataset`, Grain's data sources, torch's map-style datasets, and users' own
     classes.

@@ -130,7 +130,7 @@ class TokenShardedSource(RecordSource):
                 )
             dtype, start = np.dtype(self._layout.dtype).newbyteorder("<"), 0
             if file.num_bytes % dtype.itemsize:
-                problem = f"{file.num_bytes} bytes are no whole number of {dtype} tokens"
+                problem = f"{file.num_bytes} bytes are not a whole number of {dtype} tokens"
                 raise file.error(
                     problem, "Check dtype, or copy the file again: it may be truncated."
                 )
@@ -247,7 +247,7 @@ def _npy_header(file: FileRef, head: bytes) -> tuple[DType, tuple[int, ...], int
         raise file.error(f"damaged .npy header: {error}", "Write the array again.") from None
     if dtype.kind not in "ui" or dtype.itemsize > 8 or (dtype.itemsize > 1 and dtype.str[0] == ">"):
         raise file.error(
-            f"an array of {dtype.str} is no array of tokens", "Write little-endian integers."
+            f"an array of {dtype.str} is not an array of tokens", "Write little-endian integers."
         )
     if len(shape) not in (1, 2) or (len(shape) == 2 and (fortran or not shape[1])):
         problem = f"an array of shape {shape}{', in Fortran order' if fortran else ''}"

@@ -101,7 +101,7 @@ class ArrayRecordShardedSource(FileSource):
             at = place(file.path, row=start + int(odd[0]))
             raise SourceError(
                 at=at,
-                problem=f"{size} bytes are no whole number of {dtype} tokens",
+                problem=f"{size} bytes are not a whole number of {dtype} tokens",
                 fix="Check dtype.",
             )
         return Rows(token_lists(np.frombuffer(data, dtype), offsets // dtype.itemsize))

@@ -224,7 +224,7 @@ class _Lines:
 
 
 def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Reject:
-    """Returns the reject that says in plain words why one record is no row.
+    """Returns the reject that says in plain words why one record is not a row.
 
     Args:
         record: The bytes of the record.

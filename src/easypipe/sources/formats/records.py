@@ -55,7 +55,7 @@ class Layout:
         lead: The bytes of separator that `starts` includes.
         closes: Whether the file marks the end of its records.
         lines: Whether record r is line r + 1.
-        trims: Whether white space around a record is no part of it.
+        trims: Whether white space around a record is not part of it.
     """
 
     key: Any

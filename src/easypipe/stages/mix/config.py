@@ -36,7 +36,7 @@ class WeightSchedulePoint:
             require(
                 math.isfinite(weight) and weight >= 0,
                 f"weights.{name}",
-                f"{weight!r} is no weight",
+                f"{weight!r} is not a weight",
                 "Give a number of at least 0.",
             )
         require(
@@ -101,7 +101,7 @@ class MixStageConfig:
             require(
                 math.isfinite(weight) and weight > 0,
                 f"weights.{name}",
-                f"{weight!r} is no weight",
+                f"{weight!r} is not a weight",
                 "Give a positive number, or leave the dataset out.",
             )
         require(
@@ -114,7 +114,7 @@ class MixStageConfig:
             require(
                 1 <= self.block_size <= 1 << 40,
                 "block_size",
-                f"{self.block_size} is no block of documents",
+                f"{self.block_size} is not a block of documents",
                 "Give at least 1.",
             )
             require(
@@ -129,7 +129,7 @@ class MixStageConfig:
             require(
                 epochs >= 1,
                 f"max_epochs.{name}",
-                f"{epochs} is no pass",
+                f"{epochs} is not a pass",
                 "Give at least 1, or leave the dataset out.",
             )
         self._check_schedule()
@@ -151,7 +151,7 @@ class MixStageConfig:
         require(
             self.batch_size is None or self.batch_size >= 1,
             "batch_size",
-            f"{self.batch_size} rows are no batch",
+            f"{self.batch_size} rows are not a batch",
             "Give at least 1.",
         )
         check_points(self.weight_schedule, "weight_schedule")

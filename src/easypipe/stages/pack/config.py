@@ -76,7 +76,7 @@ class PackStageConfig:
         require(
             1 <= self.seq_length <= 1 << 24,
             "seq_length",
-            f"{self.seq_length} is no row length",
+            f"{self.seq_length} is not a row length",
             f"Give 1 to {1 << 24} tokens.",
         )
         require(

@@ -39,7 +39,9 @@ def _plan_entries(ledger: Ledger, whole: str, planned: PlannedSource) -> None:
     """
     mixture, plan, packed = planned.mixture, planned.plan(), planned.packing is not None
     stage, stats, joined = "pack" if packed else "mix", plan.stats(), planned.joined
-    first = stream_start(plan) if joined else -1  # the only dataset whose first token is no target
+    first = (
+        stream_start(plan) if joined else -1
+    )  # the only dataset whose first token is not a target
     trained = None
     if mixture.has_loss_mask:  # the only number that lengths do not give
         hold = packed and planned.rows().hold

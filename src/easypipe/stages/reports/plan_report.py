@@ -197,7 +197,7 @@ def plan_report(
     require(
         asked.steps is None or asked.steps >= 1,
         "steps",
-        f"{asked.steps} steps are no run",
+        f"{asked.steps} steps are not a run",
         "Give at least 1.",
     )
     if SEGMENT_IDS in source.schema.names and planned_of(source) is None:

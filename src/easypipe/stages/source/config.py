@@ -265,7 +265,7 @@ class DatasetConfig:
         require(
             self.max_bad_rows is None or self.max_bad_rows >= 0,
             "max_bad_rows",
-            f"{self.max_bad_rows} is no number of rows",
+            f"{self.max_bad_rows} is not a number of rows",
             "Give 0 or more.",
         )
         require(
@@ -365,7 +365,7 @@ def _check_paths(files: Any) -> None:
         require(
             not rows or isinstance(path, Mapping),
             at,
-            f"{path!r} is no row, as others are",
+            f"{path!r} is not a row, as others are",
             "Give dicts alone, or paths alone.",
         )
         if not rows and (not isinstance(path, str | Path) or not str(path)):
@@ -397,13 +397,13 @@ def check_input(dataset: DatasetConfig) -> None:
     require(
         dataset.token_files is None or is_tokens(dataset),
         "token_files",
-        "has no effect: these are no files of tokens",
+        "has no effect: these are not files of tokens",
         "Set type='tokens', or leave it out.",
     )
     require(
         dataset.text_unit is None or _may_be_text(dataset),
         "text_unit",
-        "has no effect: these are no text files",
+        "has no effect: these are not text files",
         "Leave it out.",
     )
     if is_hub(dataset):
@@ -476,7 +476,7 @@ def check_formats(dataset: DatasetConfig) -> None:
     elif not callable(call) and not (isinstance(call, str) and ":" in call):
         raise ConfigError(
             at="format_callback",
-            problem=f"{call!r} is no function",
+            problem=f"{call!r} is not a function",
             fix='Give a function, or "module:function".',
         )
     column_types(dataset.format_columns, "format_columns")

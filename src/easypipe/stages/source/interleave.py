@@ -105,11 +105,13 @@ def block_mixture_interleave(
         "has no effect without a seed",
         "Leave it out, or give a seed.",
     )
-    require(block_rows >= 1, "block_rows", f"{block_rows} is no block of rows", "Give at least 1.")
+    require(
+        block_rows >= 1, "block_rows", f"{block_rows} is not a block of rows", "Give at least 1."
+    )
     require(
         block_size is None or 1 <= block_size <= 1 << 40,
         "block_size",
-        f"{block_size} is no block of rows",
+        f"{block_size} is not a block of rows",
         "Give at least 1.",
     )
     check_weights(by_name, names, "weights")

@@ -148,7 +148,7 @@ class TokenizedShardedSource(EncodedSource):
             options: As in CacheWriter.
 
         Raises:
-            SourceError: `content_field` is no column of text.
+            SourceError: `content_field` is not a column of text.
         """
         self.form: RowForm = form or TextColumn(content_field)
         self.form.require(source, dataset)

@@ -169,9 +169,9 @@ class PromptRows:
                     where, value = _first_value(source, column, ("true", "false"))
                     raise SourceError(
                         at=where or at,
-                        problem=f"{value} is no verdict on an answer"
+                        problem=f"{value} is not a verdict on an answer"
                         if value is not None
-                        else f"some of its values are no verdict on an answer ({kind})",
+                        else f"some of its values are not a verdict on an answer ({kind})",
                         fix="Give true where it is desirable and false where it is not, without "
                         "quotes.",
                     )
@@ -281,7 +281,7 @@ def form_of(
     and `room` is as in PromptRows.
 
     Raises:
-        SourceError: content_field is no column.
+        SourceError: content_field is not a column.
         ConfigError: An option has no effect on such rows.
         TokenizerError: The tokenizer has no chat template.
     """

@@ -88,7 +88,7 @@ class PromptEngine:
             follows it (see transforms/tokenizer/masked.py).
 
         Raises:
-            SourceError: The row is no sample; names the reason.
+            SourceError: The row is not a sample; names the reason.
             HostileTemplateError: A template went beyond its limits.
         """
         self._require_columns(row)
@@ -106,7 +106,9 @@ class PromptEngine:
     def _require_columns(self, row: Row) -> None:
         if not isinstance(row, Mapping):
             raise SourceError(
-                at="row", problem=f"{type(row).__name__} is no row", fix="Give a dict of columns."
+                at="row",
+                problem=f"{type(row).__name__} is not a row",
+                fix="Give a dict of columns.",
             )
         require_columns(self.columns, list(row), "row")
 
@@ -116,7 +118,7 @@ class PromptEngine:
         return self.format.template if isinstance(self.format, ChatFormat) else None
 
     def render_rows(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        """Does `render` for rows that have all columns; rows that are no samples are Refused."""
+        """Does `render` for rows that have all columns; rows that are not samples are Refused."""
         found = self.format.render(rows)
         return [self._rejected(row) or one for row, one in zip(rows, found, strict=True)]
 
@@ -236,7 +238,7 @@ class PromptEngine:
         require(
             self.config.rejected_column is not None,
             "rejected_column",
-            "there is none, so rows are no pairs",
+            "there is none, so rows are not pairs",
             "Name it, or use encode.",
         )
         self._require_columns(row)

@@ -446,7 +446,7 @@ class Samples(Callback):
         self._conversations = []
         if config.messages is not None:
             path = Path(os.path.expanduser(config.messages))
-            require(path.is_file(), f"{at}.messages", f"{path} is no file", "Give one of JSON.")
+            require(path.is_file(), f"{at}.messages", f"{path} is not a file", "Give one of JSON.")
             self._conversations = conversations_of(path)
         self.config, self._path, self._known = config, folder / SAMPLES, known
         self._prompts: list[str] = []
@@ -532,7 +532,7 @@ def checked_callbacks(given: object) -> tuple[StatefulListener, ...]:
     """Returns the callbacks that the user gave, as a tuple.
 
     Raises:
-        ConfigError: One is no callback, or has a method on_... that is called at no event.
+        ConfigError: One is not a callback, or has a method on_... that is called at no event.
     """
     several: Iterable[object] = (given,)
     if isinstance(given, Iterable) and not isinstance(given, StatefulListener | str):
@@ -544,7 +544,7 @@ def checked_callbacks(given: object) -> tuple[StatefulListener, ...]:
                 "Make an object of a class that extends easypipe.train.events.Callback; those "
                 "with names stand in a mapping: {best: {}}."
             )
-            raise ConfigError(at=f"callbacks[{i}]", problem=f"{one!r} is no Callback", fix=fix)
+            raise ConfigError(at=f"callbacks[{i}]", problem=f"{one!r} is not a Callback", fix=fix)
         if isinstance(one, Callback):
             heard = [name for name in dir(Callback) if name.startswith("on_")]
             at, problem = f"callbacks[{i}] {type(one).__name__}", "is called at no event"

@@ -266,7 +266,7 @@ class CheckpointManager(Closeable):
         require(
             given.parent == self._checkpoints.folder,
             str(path),
-            f"is no checkpoint of {self._checkpoints.folder}",
+            f"is not a checkpoint of {self._checkpoints.folder}",
             f"CheckpointManager({str(given.parent)!r}).load(...).",
         )
         if not given.name.isdigit() or int(given.name) not in steps:
@@ -330,7 +330,7 @@ def _number(at: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        problem = f"{value!r} is no number"
+        problem = f"{value!r} is not a number"
         raise ConfigError(at=at, problem=problem, fix="Put it into custom_state.") from None
     require(math.isfinite(number), at, f"{number} cannot be compared", "Leave it out.")
     return number

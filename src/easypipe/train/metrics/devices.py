@@ -89,7 +89,7 @@ def out_of_memory(
         layout: The layout of the model.
         optimizer: The optimizer.
         config: The options of the run.
-        model: The config of the model; None for a module that is no Decoder.
+        model: The config of the model; None for a module that is not a Decoder.
         batch_size: Rows of a step.
     """
     text = str(error)
@@ -138,7 +138,7 @@ def advice(
     """Returns changes that help if a step does not fit, the cheapest first.
 
     Args:
-        model: The config of the model; None for a module that is no Decoder.
+        model: The config of the model; None for a module that is not a Decoder.
         train: The options of the run.
         mesh: The mesh.
         batch_size: Rows of a step.

@@ -163,7 +163,7 @@ class ModelConfig:
         require(
             heads % groups == 0 or not _only_given(self, "num_heads", "num_kv_heads"),
             "num_heads",
-            f"{heads} is no multiple of num_kv_heads {groups}",
+            f"{heads} is not a multiple of num_kv_heads {groups}",
             f"Give a multiple, or set num_kv_heads to one of {', '.join(map(str, divisors))}.",
         )
         require(
@@ -176,7 +176,7 @@ class ModelConfig:
         require(
             self.head_dim is not None or width % heads == 0,
             *(
-                ("hidden_size", f"{width} is no multiple of num_heads {heads}")
+                ("hidden_size", f"{width} is not a multiple of num_heads {heads}")
                 if _only_given(self, "hidden_size", "num_heads")
                 else ("num_heads", f"{heads} does not divide hidden_size {width}")
             ),

@@ -86,7 +86,10 @@ def generate(
     vocab = model.config.vocabulary
     _check_prompts(prompts, vocab)
     require(
-        max_new_tokens >= 1, "max_new_tokens", f"{max_new_tokens} is no length", "Give at least 1."
+        max_new_tokens >= 1,
+        "max_new_tokens",
+        f"{max_new_tokens} is not a length",
+        "Give at least 1.",
     )
     require(-(2**63) <= seed < 2**63, "seed", f"{seed} does not fit 64 bits", "Give a smaller one.")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -188,19 +191,19 @@ class Sampling(NamedTuple):
             (
                 "top_p",
                 top_p is None or 0 < top_p <= 1,
-                f"{top_p} is no share",
+                f"{top_p} is not a share",
                 "Give more than 0 and at most 1; 0.9 is usual.",
             ),
             (
                 "min_p",
                 min_p is None or 0 <= min_p <= 1,
-                f"{min_p} is no share",
+                f"{min_p} is not a share",
                 "Give 0 to 1; 0.05 is usual.",
             ),
             (
                 "repetition_penalty",
                 0 < repetition_penalty < float("inf"),
-                f"{repetition_penalty} is no factor",
+                f"{repetition_penalty} is not a factor",
                 "Give 1 for none, more to avoid what was written; 1.1 is usual.",
             ),
         )

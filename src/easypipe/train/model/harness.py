@@ -313,7 +313,7 @@ def _sampling(options: JsonObject) -> Arguments:
     """
     known = sorted({"do_sample", "temperature", *_SAMPLING})
     for name in options:
-        require_known(name, known, f"generation_kwargs.{name}", "is no option of generate")
+        require_known(name, known, f"generation_kwargs.{name}", "is not an option of generate")
     temperature = float(options.get("temperature") or 0.0)
     if options.get("do_sample") and not temperature:
         temperature = 1.0

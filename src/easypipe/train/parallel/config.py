@@ -70,7 +70,7 @@ class MeshConfig:
             require(
                 size == -1 or size >= 1,
                 name,
-                f"{size} is no number of devices",
+                f"{size} is not a number of devices",
                 "Give at least 1, or -1 for those that remain.",
             )
         open_axes = [name for name, size in self.given.items() if size == -1]

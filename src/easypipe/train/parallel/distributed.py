@@ -240,7 +240,7 @@ def _described(config: DistributedConfig, variables: Mapping[str, str]) -> dict[
                 require(
                     value.isdecimal(),
                     variable,
-                    f"{value!r} is no number",
+                    f"{value!r} is not a number",
                     "Give a whole number from 0.",
                 )
                 value = int(value)

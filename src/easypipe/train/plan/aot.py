@@ -213,7 +213,7 @@ class StepPlan:
         batch_size: Rows of a step.
         seq_length: Slots of a row.
         accumulate_steps: The number of micro-batches.
-        attention: The attention backend; None for a module that is no Decoder.
+        attention: The attention backend; None for a module that is not a Decoder.
         parameters: The number of parameters.
         memory: The memory of a device.
         collectives: The messages of a step, those of most bytes first.

@@ -100,7 +100,7 @@ def _run(folder: Path) -> tuple[str, Json, Sequence[Section]]:
         TrainError: No step was logged.
     """
     if not (folder / "metrics.jsonl").is_file():
-        unlike = "holds no metrics.jsonl, so it is no run's folder"
+        unlike = "holds no metrics.jsonl, so it is not a run's folder"
         raise StateError(
             at=str(folder),
             problem=unlike if folder.is_dir() else "no such folder",

@@ -213,7 +213,7 @@ def wrong_tools(tools: Json) -> Wrong | None:
 
 
 def wrong_messages(value: Json) -> Wrong | None:
-    """Returns (reason, detail) if `value` is no conversation that can be rendered, else None."""
+    """Returns (reason, detail) if `value` is not a conversation that can be rendered, else None."""
     if value is None:
         return "null", "no messages"
     if isinstance(value, BadJson):
@@ -243,7 +243,7 @@ def wrong_messages(value: Json) -> Wrong | None:
                 detail = f"message {i} holds a part of type {kind!r}; only text can be tokenized"
                 return "multimodal", detail
             if not isinstance(part.get("text"), str):
-                return "not_a_message", f"the text of a part of message {i} is no text"
+                return "not_a_message", f"the text of a part of message {i} is not text"
     return None
 
 

@@ -153,9 +153,9 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
 
 @functools.cache
 def _warn_endless(origin: str, tokenizer: str, end: str) -> None:
-    """Warns, once, of a template whose end of a turn is no special token of the tokenizer."""
+    """Warns, once, of a template whose end of a turn is not a special token of the tokenizer."""
     log.warning(
-        "%s: ends a turn with %r, which is no special token of tokenizer %s. A model "
+        "%s: ends a turn with %r, which is not a special token of tokenizer %s. A model "
         "trained on it never stops by itself. Take a tokenizer that has it, or add it to a "
         "published model by model.add_tokens.",
         origin,
@@ -254,12 +254,12 @@ def load_chat_template(
 
 
 def check_date(date: str) -> None:
-    """Raises ConfigError for what is no ISO date."""
+    """Raises ConfigError for what is not an ISO date."""
     try:
         datetime.date.fromisoformat(date)
     except ValueError:
         raise ConfigError(
-            at="template_date", problem=f"{date!r} is no date", fix="Write it as 2026-01-31."
+            at="template_date", problem=f"{date!r} is not a date", fix="Write it as 2026-01-31."
         ) from None
 
 
@@ -267,7 +267,7 @@ def wrong_kwargs(kwargs: Mapping[str, Json]) -> tuple[str, str] | None:
     """Returns (name, why) for a variable that chat_template_kwargs must not set, or None."""
     for name, value in kwargs.items():
         if name in RESERVED or not name.isidentifier():
-            return name, "is no variable that a template can be given"
+            return name, "is not a variable that a template can be given"
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError):

@@ -335,7 +335,7 @@ class TransformedSource(Source):
                 list them in `scan(...).rejects`, with the reason.
 
         Raises:
-            ConfigError: It is no transform, or no such option.
+            ConfigError: It is not a transform, or no such option.
             SourceError: The columns do not fit.
         """
         require_option(on_error, get_args(OnError), "on_error")
@@ -511,7 +511,7 @@ def as_transform(value: Transform | Sequence[Transform]) -> ColumnTransform:
         if callable(value)
         else "Give easypipe.transforms, as in Rename(...) >> Select(...)."
     )
-    raise ConfigError(at="transform", problem=f"{value!r} is no transform", fix=fix)
+    raise ConfigError(at="transform", problem=f"{value!r} is not a transform", fix=fix)
 
 
 def overlaid(before: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:

@@ -183,7 +183,7 @@ class Extract(ColumnTransform):
                 position = _position(step)
                 if position is None:
                     fix = f"Give a position, as in {path.replace(step, '0', 1)!r}."
-                    raise self.error(f"{path!r}: {step!r} is no position in a list", fix)
+                    raise self.error(f"{path!r}: {step!r} is not a position in a list", fix)
                 array = _item(array, position)
             elif pa.types.is_struct(kind):
                 keys = [field.name for field in kind.fields]
@@ -390,7 +390,7 @@ def _parse_template(template: str) -> tuple[tuple[str, bool], ...]:
     require(
         isinstance(template, str),
         "Combine",
-        f"{template!r} is no format",
+        f"{template!r} is not a format",
         fix,
     )
     pieces: list[tuple[str, bool]] = []

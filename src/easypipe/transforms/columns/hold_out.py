@@ -37,7 +37,7 @@ class HoldOutConfig:
         require(
             0 < self.fraction < 1,
             "fraction",
-            f"{self.fraction} is no part of the rows",
+            f"{self.fraction} is not a part of the rows",
             "Give a number between 0 and 1.",
         )
         require(

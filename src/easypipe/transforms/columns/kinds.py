@@ -35,7 +35,7 @@ OTHERS = {
     "language",
     "name",
     "source",
-}  # words that make a column something else: `prompt_id` is no prompt
+}  # words that make a column something else: `prompt_id` is not a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +342,7 @@ def guess_kind(
     """
     names = [name for name in schema.names if name not in (ROW_NUMBER, SOURCE)]
     if kind is not None:
-        require_known(kind, SLOTS, "kind", f"{kind!r} is no kind of rows")
+        require_known(kind, SLOTS, "kind", f"{kind!r} is not a kind of rows")
     kinds = list(SLOTS) if kind is None else [kind]
     kinds = _holding(columns or {}, kinds, names)
     fitting = {

@@ -23,7 +23,7 @@ def column_types(
     """Returns {name: type}, each type as columns are kept: large strings, large lists.
 
     Raises:
-        ConfigError: A text is no type; at the name of its column.
+        ConfigError: A text is not a type; at the name of its column.
     """
     return {name: parse_type(kind, f"{at}.{name}") for name, kind in (columns or {}).items()}
 
@@ -43,7 +43,7 @@ def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
     if nested is None:
         raise ConfigError(
             at=at,
-            problem=f"{kind!r} is no type",
+            problem=f"{kind!r} is not a type",
             have=_KNOWN,
             fix=did_you_mean(text, _KNOWN) or "Write it like 'string' or 'list<int64>'.",
         )
@@ -53,7 +53,7 @@ def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
     require(
         None not in fields,
         at,
-        f"{kind!r} is no type: a field has no name",
+        f"{kind!r} is not a type: a field has no name",
         "Write it like 'list<struct<role: string>>'.",
     )
     return pa.struct([(field[1], parse_type(field[2], at)) for field in fields if field])

@@ -66,7 +66,7 @@ def check_message_fields(fields: Mapping[str, str] | None) -> None:
         require(name in MESSAGE_FIELDS, at, "no key of messages", have=MESSAGE_FIELDS)
         others = [own for own, other in (fields or {}).items() if PART not in (own, name)]
         twice = sum((fields or {})[own] == key for own in others) > 1
-        require(key and not twice, at, f"{key!r} {'stands twice' if key else 'is no key'}")
+        require(key and not twice, at, f"{key!r} {'stands twice' if key else 'is not a key'}")
 
 
 @config
@@ -216,7 +216,7 @@ class PromptConfig:
         check_thinking(self)
         known = set(ROLES.values())
         for name, role in (self.roles or {}).items():
-            require(role in known, f"roles.{name}", f"{role!r} is no role", have=sorted(known))
+            require(role in known, f"roles.{name}", f"{role!r} is not a role", have=sorted(known))
         if self.template_date is not None:
             check_date(self.template_date)
         check_kwargs(self.chat_template_kwargs)
@@ -292,7 +292,7 @@ class PromptConfig:
         )
         for i, role in enumerate(self.roles_to_train or ()):
             at = f"roles_to_train[{i}]"
-            require(role in SPEAKERS, at, f"{role!r} is no role", have=SPEAKERS)
+            require(role in SPEAKERS, at, f"{role!r} is not a role", have=SPEAKERS)
         require(
             not is_chat or self.few_shot is None or self.train_on != "all",
             "train_on",

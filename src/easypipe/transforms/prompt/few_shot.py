@@ -43,7 +43,7 @@ class FewShot:
             fix: What helps where an example is refused.
 
         Raises:
-            ConfigError: An example is no sample or lacks columns, or there are too few.
+            ConfigError: An example is not a sample or lacks columns, or there are too few.
             SourceError: The file holds other things than rows.
         """
         self.separator, self._count, self._seed = config.separator, config.count, config.seed

@@ -44,7 +44,7 @@ def pieces_of(template: str, at: str = "template") -> list[str]:
             near = piece[max(0, piece.index(brace) - 20) :][:40]
             raise ConfigError(
                 at=at,
-                problem=f"a brace that is no field, in {near!r}",
+                problem=f"a brace that is not a field, in {near!r}",
                 fix="Write the template in Jinja: {{ '{' }}.",
             )
     return pieces

@@ -62,7 +62,7 @@ class FillInTheMiddle(ColumnTransform):
             require(
                 0 <= value <= 1,
                 f"FillInTheMiddle.{name}",
-                f"{value} is no share",
+                f"{value} is not a share",
                 "Give a number from 0 to 1.",
             )
         require(

@@ -253,7 +253,7 @@ def _kwargs_of(row: Row) -> Message | Refused:
     """Returns the template variables that the row itself gives."""
     found = value_of(row.get(KWARGS), keep=())
     if found is not None and not isinstance(found, dict):
-        return Refused("bad_template_kwargs", f"column {KWARGS!r}: {found!r:.80} is no object")
+        return Refused("bad_template_kwargs", f"column {KWARGS!r}: {found!r:.80} is not an object")
     wrong = wrong_kwargs(found or {})
     if wrong is not None:
         return Refused("bad_template_kwargs", f"column {KWARGS!r}: {wrong[0]!r} {wrong[1]}")
@@ -264,7 +264,7 @@ def _system_of(row: Row, column: str | None) -> str | Refused | None:
     """Returns the row's own system prompt; None where it has none."""
     system = None if column is None else row.get(column)
     if system is not None and not isinstance(system, str):
-        return Refused("not_a_string", f"column {column!r}: {system!r:.80} is no text")
+        return Refused("not_a_string", f"column {column!r}: {system!r:.80} is not text")
     return system if system and system.strip() else None
 
 
@@ -410,7 +410,7 @@ class TextFormat:
         if isinstance(text, Refused):
             return text
         if not isinstance(value, str):
-            return Refused("not_a_string", f"{text!r} is no text")
+            return Refused("not_a_string", f"{text!r} is not text")
         if not text.strip():
             return Refused(EMPTY, "an empty text")
         return Rendered(text, [[0, len(text)]], OPEN)

@@ -41,7 +41,7 @@ def check_padding(rule: Padding) -> None:
     require(
         multiple is None or multiple >= 1,
         "pad_to_multiple_of",
-        f"{multiple} is no number of slots",
+        f"{multiple} is not a number of slots",
         "Give at least 1.",
     )
     require(
@@ -135,7 +135,7 @@ class TokenizerConfig:
         require(
             self.max_length is None or self.max_length >= 1,
             "max_length",
-            f"{self.max_length} is no length",
+            f"{self.max_length} is not a length",
             "Give at least 1, or null for no limit.",
         )
         require(

@@ -181,7 +181,7 @@ class Shaped(NamedTuple):
         truncated: How many tokens of texts are in no document.
         refused: The numbers of the texts that are too long.
         untrained: The numbers of the texts of which nothing is left to train; a piece without a
-            target is no document.
+            target is not a document.
         counts: For the ledger: texts over max_length under the name of the policy; `pieces`, how
             many more documents than texts there are; `overlap`, tokens of texts that are in a
             second document.

@@ -162,7 +162,7 @@ def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
 def has_target(mask: Mask, offsets: Int64) -> Bools:
     """Returns Bool[n]: whether a document has a token to train on.
 
-    The first token of a document is no token's successor, so it alone is no target.
+    The first token of a document is not a token's successor, so it alone is not a target.
     """
     starts, found = offsets[:-1], np.zeros(len(offsets) - 1, np.bool_)
     filled = offsets[1:] > starts

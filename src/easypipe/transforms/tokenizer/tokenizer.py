@@ -384,7 +384,7 @@ class Tokenizer:
                 engine = engine_of(self._definition)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # noqa: BLE001 (a Rust panic is no Exception; whatever gigatoken refuses, the reference encodes)
+            except BaseException as error:  # noqa: BLE001 (a Rust panic is not an Exception; whatever gigatoken refuses, the reference encodes)
                 reason = " ".join(str(error).split())[:200]
                 verdict = Verdict(False, f"gigatoken {fast_version()} cannot load it: {reason}")
         if verdict is None and engine is not None:
@@ -493,7 +493,7 @@ def _load_reference(
         (tokenizer, its definition with the declared tokens, its highest id + 1).
 
     Raises:
-        TokenizerError: The definition is no tokenizer, or one that cannot be used.
+        TokenizerError: The definition is not a tokenizer, or one that cannot be used.
     """
     import tokenizers
 

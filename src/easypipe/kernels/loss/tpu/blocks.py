@@ -324,7 +324,7 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> Iterator[str
     """Yields every reason why a problem of these sizes cannot run in these blocks."""
     parts = blocks.back_parts
     if blocks.tokens % blocks.rows:
-        yield f"tokens {blocks.tokens} is no multiple of rows {blocks.rows}"
+        yield f"tokens {blocks.tokens} is not a multiple of rows {blocks.rows}"
     if any(
         size % LANES
         for size in (blocks.rows, blocks.columns, blocks.back_rows, blocks.back_columns)
@@ -356,7 +356,7 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> Iterator[str
         ):
             if cdiv(size, block) % parts:
                 yield (
-                    f"{cdiv(size, block)} tiles of {block} {what} are no equal shares for {parts} "
+                    f"{cdiv(size, block)} tiles of {block} {what} are not equal shares for {parts} "
                     "cores"
                 )
     for name, need in (

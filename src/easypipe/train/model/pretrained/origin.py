@@ -413,7 +413,7 @@ def origin_of(
         return Origin(build=lambda: adapted(_from_linen(bridged, nnx.Rngs(seed))), trained=trained)
     if callable(model):
         return Origin(build=lambda: adapted(model(nnx.Rngs(seed))), trained=trained)
-    problem = f"{type(model).__name__} is no model"
+    problem = f"{type(model).__name__} is not a model"
     have = (
         "ModelConfig",
         "ClassifierConfig",
@@ -473,7 +473,7 @@ def _adapting(
             require(
                 isinstance(module, Decoder),
                 "train.preference.loss",
-                f"reward, and {type(module).__name__} is no Decoder, which could score answers",
+                f"reward, and {type(module).__name__} is not a Decoder, which could score answers",
                 "Choose another loss, or a ModelConfig or published model.",
             )
             cast("Decoder", module).add_score(seed)

@@ -145,7 +145,7 @@ def save_pretrained(
     require(
         max_shard_bytes >= 1,
         "max_shard_bytes",
-        f"{max_shard_bytes} is no size",
+        f"{max_shard_bytes} is not a size",
         "5_000_000_000 is usual.",
     )
     module = merge_lora(module)
@@ -284,7 +284,7 @@ def _tokenizer_files(tokenizer: Any) -> list[Path]:
     """Returns the files of a tokenizer to copy; [] for an object that saves itself.
 
     Raises:
-        ConfigError: It is no tokenizer that can be saved.
+        ConfigError: It is not a tokenizer that can be saved.
         MissingFileError: There is no tokenizer.json.
     """
     if tokenizer is None or attribute_of(tokenizer, "save_pretrained"):
