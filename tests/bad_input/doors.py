@@ -249,7 +249,7 @@ CALLS = [
     call("restore({})", "loader state", lambda one: loader(one).restore({})),
     call("restore(None)", "loader state", lambda one: loader(one).restore(None)),
     call("discover(5)", "5 is neither a path", lambda one: easypipe.discover(5)),
-    call("load_saved(5)", "no complete saved folder", lambda one: easypipe.load_saved(5)),  # type: ignore[arg-type]
+    call("load_saved(5)", "not a complete saved folder", lambda one: easypipe.load_saved(5)),  # type: ignore[arg-type]
     call(
         "LoadStageConfig(batch_size=2.5)",
         "batch_size",

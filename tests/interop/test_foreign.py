@@ -307,7 +307,7 @@ def test_a_key_that_nobody_knows_and_files_that_are_none(tmp_path: Path) -> None
     path.write_text(f"base_model: m\nsurprise: 1\nnum_epochs: 1.5\n{rows}")
     made = import_config("axolotl", path)
     assert made.left["surprise"] == "no key of this name is known here"
-    assert "no whole number" in made.left["num_epochs"]
+    assert "not a whole number" in made.left["num_epochs"]
     path.write_text("learning_rate: 1\n")
     with pytest.raises(ConfigError, match="names no model"):
         import_config("trl", path)

@@ -351,7 +351,7 @@ def test_blocks_that_do_not_fit_the_problem_are_refused():
             Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=wrong
         )
     for reason in (
-        "no multiple of rows",
+        "not a multiple of rows",
         "does not divide a width of 64",
         "3 tiles of 128 tokens are not equal shares for 2 cores",
     ):

@@ -293,7 +293,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         discover([{"text": "a"}], split="test")
     with pytest.raises(ConfigError, match="is a part of a split"):
         discover(tmp_path / "good.jsonl", split="train[:10]")
-    with pytest.raises(ConfigError, match="no files of tokens"):
+    with pytest.raises(ConfigError, match="not files of tokens"):
         discover(tmp_path / "good.jsonl", token_files=TokenFilesConfig(dtype="uint16"))
 
 
