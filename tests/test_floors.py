@@ -347,7 +347,6 @@ def test_preparing_data_needs_no_jax(statement: str) -> None:
 UNTOLD = {
     "cache/mapping.py: no room for the addresses of": "test_cache.py, by what is said before it",
     "cache/ranges.py: its counts do not add up": "test_false_fields.py: the range is made again",
-    "cache/remote.py: is not a token file": "an assertion about our own names",
     "cache/writer.py: : written again, it is damaged:": "test_damage.py: its files are whole again",
     "cache/writer.py: tokenizing was stopped": "ends other workers' ranges after the error of one",
     "core/locks.py: Try again when it has ended.": "the words before it stand in tests",

@@ -106,7 +106,7 @@ def test_rows_that_are_filtered_out() -> None:
             [{"a": 1}] * 1024 + [{"b": 1}],
             "memory, row 1024: column 'b' is not in the first 1024 rows (have: a).",
         ),
-        ([{"a": 1}] * 1024 + [{"a": "x"}], "memory, row 1024, column 'a': is not an int64: "),
+        ([{"a": 1}] * 1024 + [{"a": "x"}], "memory, row 1024, column 'a': is not of type int64: "),
     ],
 )
 def test_rows_that_are_none(rows: list, message: str) -> None:

@@ -426,7 +426,7 @@ class Rowless(ShardedDataSource):
         ),
         (
             lambda: iter([{"a": 1}] * 1100 + [{"a": "x"}]),
-            "d, row 1100, column 'a': is not an int64",
+            "d, row 1100, column 'a': is not of type int64",
         ),
     ],
 )

@@ -276,7 +276,7 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
             (n for n, value in zip(numbers, values, strict=True) if not _fits(value, field.type)),
             numbers[0],
         )
-        wanted = "is kept as JSON" if is_json(field.type) else f"is not a {field.type}"
+        wanted = "is kept as JSON" if is_json(field.type) else f"is not of type {field.type}"
         raise SourceError(
             at=place(name, row=bad, column=field.name),
             problem=f"{wanted}: {error}",
