@@ -432,3 +432,20 @@ def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "unlink", unlink)
     with pytest.raises(StorageError, match=r"file: cannot be removed: .*Interrupted"):
         storage.remove(tmp_path / "file")
+
+
+def test_a_file_that_another_commits_meanwhile_is_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that prepare the same tokens write the same file."""
+    target, usual = tmp_path / "file", Path.is_file
+
+    def committed_after(path: Path) -> bool:
+        found = usual(path)
+        if path == target:
+            target.write_bytes(b"theirs")
+        return found
+
+    monkeypatch.setattr(Path, "is_file", committed_after)
+    storage.commit_bytes(target, b"ours")
+    assert target.read_bytes() == b"ours"

@@ -23,6 +23,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -615,8 +616,15 @@ def _changed(path: Path) -> float:
 
 
 def _is_device(path: Path) -> bool:
-    """Returns whether a path names a pipe, a socket or a device, which may never end."""
-    return not path.is_file() and path.exists() and not path.is_dir()
+    """Returns whether a path names a pipe, a socket or a device, which may never end.
+
+    It asks once: a file that another writer commits meanwhile is none.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def _local(path: str | Path) -> Path:
