@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 import typer
 
@@ -96,6 +96,8 @@ COMMANDS: tuple[tuple[str, Callable[..., None], tuple[str, ...]], ...] = (
     ("schema", print_schema, ("schema > easypipe.schema.json",)),
 )
 for name, command, lines in COMMANDS:
+    # Typer reads the annotations three times, and would compile their text each time.
+    command.__annotations__ = get_type_hints(command, include_extras=True)
     app.command(name, epilog=examples(*lines))(command)
 app.add_typer(cache, name="cache")
 app.add_typer(kernels, name="kernels")
