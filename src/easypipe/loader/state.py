@@ -1,4 +1,4 @@
-"""LoaderState: where a loader stands, small enough to put beside any checkpoint."""
+"""LoaderState: where a loader stands, beside any checkpoint, and what may differ on resume."""
 
 from __future__ import annotations
 

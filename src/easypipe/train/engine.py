@@ -1,4 +1,4 @@
-"""Assembles a training run: mesh, loaders, callbacks, optimizer, loss and compiled steps.
+"""Assembles a run (mesh, loaders, optimizer, loss, compiled steps) and evaluates held-out data.
 
 Nothing here touches a file of the run; trainer.py runs what this file assembles.
 """

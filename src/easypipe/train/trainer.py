@@ -1,4 +1,4 @@
-"""The training loop: takes steps, evaluates, saves, rolls back and resumes a run that was killed.
+"""The training loop: takes steps, saves, rolls back and resumes a run that was killed.
 
 Law (exact resume): kill the process at any moment and run again; the loss of every step in
 metrics.jsonl is bit for bit what one uninterrupted run writes (same devices, same versions of

@@ -1,4 +1,4 @@
-"""Python dicts as Arrow batches: the rows that users' own sources and objects give."""
+"""Reads rows (dicts) of users' sources and objects to Arrow batches; their errors name the row."""
 
 from __future__ import annotations
 

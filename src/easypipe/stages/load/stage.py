@@ -1,4 +1,4 @@
-"""The load stage: makes a Loader of packed rows, documents, or streams tokenized forward."""
+"""The load stage: makes a Loader of packed rows, documents or streams, and fills in defaults."""
 
 from __future__ import annotations
 

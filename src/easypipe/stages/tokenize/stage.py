@@ -1,4 +1,4 @@
-"""The tokenize stage: every dataset of text gets its tokenizer and becomes token documents."""
+"""The tokenize stage: datasets of text become token documents, with the columns that stay."""
 
 from __future__ import annotations
 
