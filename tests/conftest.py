@@ -61,8 +61,9 @@ def _programs_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every Trainer and every process compiles its own step; mostly they are the same ones. What
     one compiles, the others of this run take: all workers, and the processes that they start.
 
-    Jax names a program by its code, its options, its devices and its compiler. One that is read
-    while it is written is compiled again, with a warning.
+    `EASYPIPE_PROGRAMS` names a folder that several runs share. Jax names a program by its code, its
+    options, its devices and its compiler. One that is read while it is written is compiled again,
+    with a warning.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
@@ -71,7 +72,7 @@ def _programs_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     settings = {
-        "jax_compilation_cache_dir": str(run / "programs"),
+        "jax_compilation_cache_dir": os.environ.get("EASYPIPE_PROGRAMS", str(run / "programs")),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

@@ -2,30 +2,64 @@
 
     python tests/faults.py                 # puts every fault in, one after another, and runs the tests that must fail
     python tests/faults.py remote mix      # those whose name or file holds one of the words
+    python tests/faults.py --jobs 4        # four at once
 
 Each fault is one change of one file, put into a copy of `src`. It dies where a test of its room
-fails, and lives where all pass; exit code 1 where more than `MAY_LIVE` live. `nox -s faults` runs
-them all (tests/test_faults.py asserts that each still fits the code).
+fails, and lives where all pass; exit code 1 where more than `MAY_LIVE` live. The same tests run on
+the copy as it is, and must pass: else nothing is known of the faults that they decide. `nox -s
+faults` runs them all (tests/test_faults.py asserts that each still fits the code).
+
+Each trial is a fork of a process that has imported the libraries, but nothing of easypipe.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+import importlib
+import itertools
 import os
 import re
 import shlex
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "easypipe"
 MAY_LIVE = 0
-LONGEST_S = 600  # of the tests of one fault; a fault that hangs has died
+LONGEST_S = 600  # of the tests of one trial; a fault that hangs has died
+QUICK = "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-profile=faults"
+LIBRARIES = (  # what most tests import
+    "conftest",  # what it asks of jax is asked before jax is imported
+    "datasets",
+    "flax.nnx",
+    "fsspec.implementations.http",
+    "google.cloud.storage",
+    "hypothesis.extra.numpy",
+    "jax.experimental.pallas.tpu",
+    "jaxtyping",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "numba",
+    "optax",
+    "pydantic.dataclasses",
+    "orbax.checkpoint",
+    "pyarrow.dataset",
+    "pyarrow.json",
+    "pyarrow.parquet",
+    "rich.progress",
+    "tokenizers",
+    "transformers",
+    "typer.testing",
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +89,11 @@ class Fault:
         pattern = re.sub(r"(\\[(\[{])", r"\1\\s*", pattern)
         pattern = re.sub(r"(\\[)\]}])", r",?\\s*\1", pattern)
         return re.compile(re.escape(indent) + pattern + re.escape(end))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The test files among its arguments."""
+        return tuple(word.partition("::")[0] for word in self.tests if word.startswith("tests/"))
 
 
 def fault(name: str, file: str, tests: str, old: str, new: str) -> Fault:
@@ -822,43 +861,135 @@ FAULTS = [
 # fmt: on
 
 
-def dies(one: Fault, copy: Path, kernels: Path) -> str:
-    """ "dies", "lives", or what went wrong with the trial itself. kernels: where Numba keeps what
-    it compiled of the copy.
-    """
-    file = copy / "easypipe" / one.file
-    whole = file.read_text(encoding="utf-8")
-    file.write_text(one.places.sub(lambda _: one.new, whole), encoding="utf-8")
-    environment = os.environ | {
-        "PYTHONPATH": str(copy),
-        "JAX_PLATFORMS": "cpu",
-        "HF_HUB_OFFLINE": "1",
-    }
-    # Numba looks only at a kernel's own file: kernels that call one of this file, compiled before
-    # or after, would be wrong.
-    environment["NUMBA_CACHE_DIR"] = (
-        tempfile.mkdtemp(dir=kernels) if "@jit" in whole else str(kernels)
-    )
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *one.tests]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LONGEST_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "dies"
-    finally:
-        file.write_text(whole, encoding="utf-8")
-    if done.returncode in (0, 1):
-        return "lives" if done.returncode == 0 else "dies"
-    return (
-        f"NOT TRIED (pytest's exit code {done.returncode}): {done.stdout.strip().splitlines()[-1:]}"
-    )
+@dataclass(frozen=True)
+class Trial:
+    """Tests that run on a copy of the code. fault: what is put into it, or None: nothing is."""
+
+    fault: Fault | None
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        if self.fault is None:
+            return f"as it is: {self.tests[0]}"
+        return f"{self.fault.file}: {self.fault.name}"
+
+
+def trials_of(chosen: Sequence[Fault]) -> Iterator[Trial]:
+    """Of each test file, the tests that faults choose on the code as it is, then those faults."""
+    words: dict[str, set[str]] = defaultdict(set)
+    for one in chosen:
+        for file in one.files:
+            words[file].add(one.tests[one.tests.index("-k") + 1] if "-k" in one.tests else "")
+    for file in dict.fromkeys(itertools.chain.from_iterable(one.files for one in chosen)):
+        either = () if "" in words[file] else ("-k", " or ".join(f"({w})" for w in words[file]))
+        yield Trial(None, (file, *either))
+        yield from (Trial(one, one.tests) for one in chosen if one.files[0] == file)
+
+
+class Room:
+    """A copy of the code, in which one trial after another takes place."""
+
+    def __init__(self, folder: Path) -> None:
+        self._copy, self._kernels = folder / "src", folder / "kernels"
+        self._folder, self._stamps = folder, itertools.count(1)
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(PACKAGE, self._copy / "easypipe", ignore=ignored)
+
+    def begin(self, trial: Trial) -> None:
+        """Puts the fault in and forks."""
+        kernels = self._kernels
+        if trial.fault is not None:
+            file = self._copy / "easypipe" / trial.fault.file
+            whole = file.read_text(encoding="utf-8")
+            file.write_text(trial.fault.places.sub(lambda _: trial.fault.new, whole), "utf-8")
+            # bytecode and kernels are known by the time of their file, which no other fault has
+            os.utime(file, (next(self._stamps),) * 2)
+            if "@jit" in whole:
+                # Numba looks only at a kernel's own file: kernels that call one of this file,
+                # compiled before or after, would be wrong.
+                kernels = self._folder / "faulty"
+                shutil.rmtree(kernels, ignore_errors=True)
+        self.trial, self.started = trial, time.monotonic()
+        self.pid = os.fork()
+        if not self.pid:
+            self._run(kernels)
+
+    def _run(self, kernels: Path) -> None:
+        """What `python -m pytest` would, with the copy in front of all else."""
+        code = 70
+        try:
+            os.setsid()
+            said = os.open(self._folder / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            sys.path.insert(0, copy := str(self._copy))
+            os.environ |= {"PYTHONPATH": copy, "NUMBA_CACHE_DIR": str(kernels)}
+            os.environ["EASYPIPE_PROGRAMS"] = str(self._folder.parent / "programs")
+            import numba
+            import pytest
+
+            numba.config.reload_config()
+            place = f"--basetemp={self._folder / 'tests'}"
+            options = "-x", "-q", "-p", "no:cacheprovider", *QUICK, place
+            code = int(pytest.main([*options, *self.trial.tests]))
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
+
+    def ended(self) -> tuple[str, str] | None:
+        """None while the trial runs; then "fails", "passes" or "is broken", and more of that."""
+        if late := time.monotonic() - self.started > LONGEST_S:
+            os.killpg(self.pid, signal.SIGKILL)
+        elif os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        with contextlib.suppress(ProcessLookupError):  # what its tests started
+            os.killpg(self.pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if self.trial.fault is not None:
+            file = self.trial.fault.file
+            shutil.copy2(PACKAGE / file, self._copy / "easypipe" / file)
+        lines = (self._folder / "said").read_text("utf-8", "replace").strip().splitlines()
+        if late:
+            return "fails", f"it hangs: {lines[-1:]}"
+        if code == 1:
+            failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+            return "fails", (failed or lines)[-1].partition(" - ")[0]
+        return ("passes", lines[-1]) if code == 0 else ("is broken", f"{code}: {lines[-5:]}")
+
+
+def run(trials: list[Trial], rooms: list[Room]) -> Iterator[tuple[Trial, str]]:
+    """Yields each trial as it ends, with "fails", "passes" or "is broken"."""
+    trials, busy = trials[::-1], list[Room]()
+    while trials or busy:
+        while trials and rooms:
+            busy.append(rooms.pop())
+            busy[-1].begin(trials.pop())
+        time.sleep(0.02)
+        for room in tuple(busy):
+            if (ended := room.ended()) is not None:
+                busy.remove(room)
+                rooms.append(room)
+                seconds = time.monotonic() - room.started
+                print(f"{ended[0]:9} {seconds:5.1f} s  {room.trial.name}  ({ended[1]})", flush=True)
+                yield room.trial, ended[0]
+
+
+def load() -> None:
+    """What most tests need, and what every trial inherits."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    os.chdir(ROOT)
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    import hypothesis
+
+    settings, phases = hypothesis.settings, set(hypothesis.Phase) - {hypothesis.Phase.shrink}
+    settings.register_profile("faults", settings.get_profile("easypipe"), phases=phases)
+    gc.freeze()
 
 
 def main() -> int:
@@ -866,31 +997,42 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*")
-    words = parser.parse_args().words
+    parser.add_argument("--jobs", type=int, default=1)
+    given = parser.parse_args()
     chosen = [
         one
         for one in FAULTS
-        if not words or any(word in f"{one.file} {one.name}" for word in words)
+        if not given.words or any(word in f"{one.file} {one.name}" for word in given.words)
     ]
     stale = [one.name for one in chosen if not one.fits]
     if stale:
         print(f"these faults no longer fit the code: {stale}")
         return 2
-    wrong = []
+    began = time.monotonic()
+    load()
     with tempfile.TemporaryDirectory(prefix="easypipe-faults-") as scratch:
-        copy = Path(scratch, "src")
-        shutil.copytree(PACKAGE, copy / "easypipe", ignore=shutil.ignore_patterns("__pycache__"))
-        kernels = Path(scratch, "kernels")
-        kernels.mkdir()
-        for one in chosen:
-            started = time.monotonic()
-            found = dies(one, copy, kernels)
-            wrong += [] if found == "dies" else [one]
-            print(
-                f"{found:5} {time.monotonic() - started:5.0f} s  {one.file}: {one.name}", flush=True
-            )
-    print(f"{len(chosen) - len(wrong)} of {len(chosen)} faults die")
-    return int(len(wrong) > MAY_LIVE)
+        from hypothesis.configuration import set_hypothesis_home_dir
+
+        set_hypothesis_home_dir(scratch)  # what a fault fails with is not tried first next time
+        rooms = [Room(Path(scratch, str(n))) for n in range(given.jobs)]
+        ended = list(run(list(trials_of(chosen)), rooms))
+    broken = {trial.tests[0] for trial, found in ended if not trial.fault and found != "passes"}
+    decided = [
+        (trial.fault, found)
+        for trial, found in ended
+        if trial.fault and found != "is broken" and broken.isdisjoint(trial.fault.files)
+    ]
+    living = [one for one, found in decided if found == "passes"]
+    for file in sorted(broken):
+        print(f"fails without a fault, and so decides nothing: {file}")
+    for one in living:
+        print(f"lives: {one.file}: {one.name}")
+    died = len(decided) - len(living)
+    print(
+        f"{died} of {len(chosen)} faults die, {len(living)} live, {len(chosen) - len(decided)} are"
+        f" not decided, in {(time.monotonic() - began) / 60:.0f} minutes"
+    )
+    return int(len(chosen) - died > MAY_LIVE)
 
 
 if __name__ == "__main__":
