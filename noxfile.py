@@ -142,7 +142,7 @@ def renderers(session: nox.Session) -> None:
 @nox.session
 def faults(session: nox.Session) -> None:
     """Puts known faults into a copy of the code, one by one, and looks whether the tests of their
-    rooms fail, which pass without: half an hour of processor time for all.
+    rooms fail, which have to pass without: half an hour of processor time for all.
 
     Words after `--` choose among them by file or name; `--jobs 4` tries four at once.
     """

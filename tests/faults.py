@@ -5,9 +5,9 @@
     python tests/faults.py --jobs 4        # four at once
 
 Each fault is one change of one file, put into a copy of `src`. It dies where a test of its room
-fails, and lives where all pass; exit code 1 where more than `MAY_LIVE` live. The same tests run on
-the copy as it is, and must pass: else nothing is known of the faults that they decide. `nox -s
-faults` runs them all (tests/test_faults.py asserts that each still fits the code).
+fails, and lives where all pass; exit code 1 where more than `MAY_LIVE` live. At the end the tests
+that failed run on the copy as it is, where they have to pass: else nothing is known of their
+faults. `nox -s faults` runs them all (tests/test_faults.py asserts that each still fits the code).
 
 Each trial is a fork of a process that has imported the libraries, but nothing of easypipe.
 """
@@ -27,10 +27,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis.configuration import set_hypothesis_home_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "easypipe"
@@ -89,11 +92,6 @@ class Fault:
         pattern = re.sub(r"(\\[(\[{])", r"\1\\s*", pattern)
         pattern = re.sub(r"(\\[)\]}])", r",?\\s*\1", pattern)
         return re.compile(re.escape(indent) + pattern + re.escape(end))
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The test files among its arguments."""
-        return tuple(word.partition("::")[0] for word in self.tests if word.startswith("tests/"))
 
 
 def fault(name: str, file: str, tests: str, old: str, new: str) -> Fault:
@@ -861,30 +859,16 @@ FAULTS = [
 # fmt: on
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Tests that run on a copy of the code. fault: what is put into it, or None: nothing is."""
+class Failures:
+    """A plugin of pytest that writes the names of tests that fail into a file, one a line."""
 
-    fault: Fault | None
-    tests: tuple[str, ...]
+    def __init__(self, file: Path) -> None:
+        self._file = file
 
-    @property
-    def name(self) -> str:
-        if self.fault is None:
-            return f"as it is: {self.tests[0]}"
-        return f"{self.fault.file}: {self.fault.name}"
-
-
-def trials_of(chosen: Sequence[Fault]) -> Iterator[Trial]:
-    """Of each test file, the tests that faults choose on the code as it is, then those faults."""
-    words: dict[str, set[str]] = defaultdict(set)
-    for one in chosen:
-        for file in one.files:
-            words[file].add(one.tests[one.tests.index("-k") + 1] if "-k" in one.tests else "")
-    for file in dict.fromkeys(itertools.chain.from_iterable(one.files for one in chosen)):
-        either = () if "" in words[file] else ("-k", " or ".join(f"({w})" for w in words[file]))
-        yield Trial(None, (file, *either))
-        yield from (Trial(one, one.tests) for one in chosen if one.files[0] == file)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n")
 
 
 class Room:
@@ -892,88 +876,97 @@ class Room:
 
     def __init__(self, folder: Path) -> None:
         self._copy, self._kernels = folder / "src", folder / "kernels"
-        self._folder, self._stamps = folder, itertools.count(1)
+        self._folder, self._failed = folder, folder / "failed"
+        self._stamps = itertools.count(1)
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(PACKAGE, self._copy / "easypipe", ignore=ignored)
 
-    def begin(self, trial: Trial) -> None:
-        """Puts the fault in and forks."""
+    def begin(self, fault: Fault | None, tests: Sequence[str]) -> None:
+        """Puts a fault in, or none, and begins its tests in a fork, up to the first that fails."""
         kernels = self._kernels
-        if trial.fault is not None:
-            file = self._copy / "easypipe" / trial.fault.file
+        if fault is not None:
+            file = self._copy / "easypipe" / fault.file
             whole = file.read_text(encoding="utf-8")
-            file.write_text(trial.fault.places.sub(lambda _: trial.fault.new, whole), "utf-8")
+            file.write_text(fault.places.sub(lambda _: fault.new, whole), encoding="utf-8")
             # bytecode and kernels are known by the time of their file, which no other fault has
-            os.utime(file, (next(self._stamps),) * 2)
+            stamp = next(self._stamps)
+            os.utime(file, (stamp, stamp))
             if "@jit" in whole:
                 # Numba looks only at a kernel's own file: kernels that call one of this file,
                 # compiled before or after, would be wrong.
                 kernels = self._folder / "faulty"
                 shutil.rmtree(kernels, ignore_errors=True)
-        self.trial, self.started = trial, time.monotonic()
+        self._failed.unlink(missing_ok=True)
+        self.fault, self.started = fault, time.monotonic()
         self.pid = os.fork()
         if not self.pid:
-            self._run(kernels)
+            self._run(kernels, tests)
 
-    def _run(self, kernels: Path) -> None:
-        """What `python -m pytest` would, with the copy in front of all else."""
+    def _run(self, kernels: Path, tests: Sequence[str]) -> None:
+        """Runs what `python -m pytest` would, with the copy in front of all else."""
         code = 70
         try:
             os.setsid()
             said = os.open(self._folder / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(said, 1)
-            os.dup2(said, 2)
+            for target, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, said), (2, said)):
+                os.dup2(file, target)
             sys.path.insert(0, copy := str(self._copy))
             os.environ |= {"PYTHONPATH": copy, "NUMBA_CACHE_DIR": str(kernels)}
             os.environ["EASYPIPE_PROGRAMS"] = str(self._folder.parent / "programs")
-            import numba
-            import pytest
+            from numba.core import config
 
-            numba.config.reload_config()
-            place = f"--basetemp={self._folder / 'tests'}"
-            options = "-x", "-q", "-p", "no:cacheprovider", *QUICK, place
-            code = int(pytest.main([*options, *self.trial.tests]))
+            config.reload_config()
+            options = ["-q", *QUICK, f"--basetemp={self._folder / 'tests'}"]
+            options += [] if self.fault is None else ["-x"]
+            code = int(pytest.main([*options, *tests], [Failures(self._failed)]))
             sys.stdout.flush()
         finally:
             os._exit(code)
 
-    def ended(self) -> tuple[str, str] | None:
-        """None while the trial runs; then "fails", "passes" or "is broken", and more of that."""
-        if late := time.monotonic() - self.started > LONGEST_S:
+    def ended(self) -> tuple[str, list[str]] | None:
+        """Takes the fault out when its tests have ended.
+
+        Returns:
+            None while they run; then "dies", "lives", or what went wrong with the trial itself; and
+            the tests that failed.
+        """
+        if late := self.fault is not None and time.monotonic() - self.started > LONGEST_S:
             os.killpg(self.pid, signal.SIGKILL)
         elif os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
         with contextlib.suppress(ProcessLookupError):  # what its tests started
             os.killpg(self.pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        if self.trial.fault is not None:
-            file = self.trial.fault.file
-            shutil.copy2(PACKAGE / file, self._copy / "easypipe" / file)
-        lines = (self._folder / "said").read_text("utf-8", "replace").strip().splitlines()
-        if late:
-            return "fails", f"it hangs: {lines[-1:]}"
-        if code == 1:
-            failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-            return "fails", (failed or lines)[-1].partition(" - ")[0]
-        return ("passes", lines[-1]) if code == 0 else ("is broken", f"{code}: {lines[-5:]}")
+        if self.fault is not None:
+            shutil.copy2(PACKAGE / self.fault.file, self._copy / "easypipe" / self.fault.file)
+        if late or code in (0, 1):
+            failed = self._failed.read_text("utf-8").splitlines() if self._failed.is_file() else []
+            return "dies" if late or code else "lives", failed
+        said = (self._folder / "said").read_text("utf-8", "replace").strip().splitlines()
+        return f"NOT TRIED (pytest's exit code {code}): {said[-1:]}", []
 
 
-def run(trials: list[Trial], rooms: list[Room]) -> Iterator[tuple[Trial, str]]:
-    """Yields each trial as it ends, with "fails", "passes" or "is broken"."""
-    trials, busy = trials[::-1], list[Room]()
-    while trials or busy:
-        while trials and rooms:
+def run(faults: Sequence[Fault], rooms: list[Room]) -> Iterator[tuple[Fault, str, list[str]]]:
+    """Yields each fault as it is decided, with what `Room.ended` returns."""
+    waiting, busy = list(reversed(faults)), list[Room]()
+    while waiting or busy:
+        while waiting and rooms:
             busy.append(rooms.pop())
-            busy[-1].begin(trials.pop())
+            busy[-1].begin(waiting[-1], waiting.pop().tests)
         time.sleep(0.02)
         for room in tuple(busy):
-            if (ended := room.ended()) is not None:
+            if room.fault is not None and (ended := room.ended()) is not None:
                 busy.remove(room)
                 rooms.append(room)
-                seconds = time.monotonic() - room.started
-                print(f"{ended[0]:9} {seconds:5.1f} s  {room.trial.name}  ({ended[1]})", flush=True)
-                yield room.trial, ended[0]
+                yield room.fault, *ended
+
+
+def alone(room: Room, tests: Sequence[str]) -> tuple[str, list[str]]:
+    """Runs tests on the code as it is; returns what `Room.ended` does."""
+    room.begin(None, tests)
+    while (ended := room.ended()) is None:
+        time.sleep(0.1)
+    return ended
 
 
 def load() -> None:
@@ -985,8 +978,6 @@ def load() -> None:
     for name in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    import hypothesis
-
     settings, phases = hypothesis.settings, set(hypothesis.Phase) - {hypothesis.Phase.shrink}
     settings.register_profile("faults", settings.get_profile("easypipe"), phases=phases)
     gc.freeze()
@@ -1008,31 +999,26 @@ def main() -> int:
     if stale:
         print(f"these faults no longer fit the code: {stale}")
         return 2
-    began = time.monotonic()
     load()
     with tempfile.TemporaryDirectory(prefix="easypipe-faults-") as scratch:
-        from hypothesis.configuration import set_hypothesis_home_dir
-
-        set_hypothesis_home_dir(scratch)  # what a fault fails with is not tried first next time
+        # what a fault fails with is not tried first next time
+        set_hypothesis_home_dir(scratch)
         rooms = [Room(Path(scratch, str(n))) for n in range(given.jobs)]
-        ended = list(run(list(trials_of(chosen)), rooms))
-    broken = {trial.tests[0] for trial, found in ended if not trial.fault and found != "passes"}
-    decided = [
-        (trial.fault, found)
-        for trial, found in ended
-        if trial.fault and found != "is broken" and broken.isdisjoint(trial.fault.files)
-    ]
-    living = [one for one, found in decided if found == "passes"]
-    for file in sorted(broken):
-        print(f"fails without a fault, and so decides nothing: {file}")
-    for one in living:
-        print(f"lives: {one.file}: {one.name}")
-    died = len(decided) - len(living)
-    print(
-        f"{died} of {len(chosen)} faults die, {len(living)} live, {len(chosen) - len(decided)} are"
-        f" not decided, in {(time.monotonic() - began) / 60:.0f} minutes"
-    )
-    return int(len(chosen) - died > MAY_LIVE)
+        began, died, killers = time.monotonic(), set[str](), dict[str, list[str]]()
+        for one, found, failed in run(chosen, rooms):
+            died |= {one.name} if found == "dies" else set()
+            killers |= {test: [*killers.get(test, ()), one.name] for test in failed}
+            seconds = time.monotonic() - began
+            print(f"{seconds:6.0f} s  {found:5}  {one.file}: {one.name}  {failed}", flush=True)
+        found, failed = alone(rooms[0], sorted(killers)) if killers else ("lives", [])
+    for test in failed:
+        print(f"{test} fails without a fault, and so decides nothing: {killers[test]}")
+        died -= {*killers[test]}
+    whole = "" if found in ("lives", "dies") else f": {found}"
+    print(f"without a fault {len(killers) - len(failed)} of those {len(killers)} tests pass{whole}")
+    minutes = (time.monotonic() - began) / 60
+    print(f"{len(died)} of {len(chosen)} faults die, in {minutes:.0f} minutes")
+    return int(len(chosen) - len(died) > MAY_LIVE or found != "lives")
 
 
 if __name__ == "__main__":
