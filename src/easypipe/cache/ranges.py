@@ -221,8 +221,11 @@ def record_of(values: Json, more: Sequence[Reject] = ()) -> Record:
 
 def counts_json(counts: Counts) -> JsonObject:
     """Returns the counts that a token file and the record of its range store."""
-    values = {name: value for name, value in dataclasses.asdict(counts).items() if name in _COUNTS}
-    return {name: value for name, value in values.items() if value is not None}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(counts).items()
+        if name in _COUNTS and value is not None
+    }
 
 
 def counts_of(values: Json) -> Counts:

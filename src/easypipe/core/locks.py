@@ -97,11 +97,11 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
                 problem=f"this file system has no locks: {error}",
                 fix="Put the cache on another one.",
             ) from error
-        if _is(path, descriptor):
-            return Hold(descriptor)
-        os.close(
-            descriptor
-        )  # a process that held it alone removed it between our opening and locking
+        # a process that held it alone may have removed it between our opening and locking
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samefile(path, descriptor):
+                return Hold(descriptor)
+        os.close(descriptor)
 
 
 def hold(path: Path, *, exclusive: bool, what: str, timeout_s: float | None = None) -> Hold:
@@ -270,12 +270,3 @@ def _open(path: Path) -> int:
         if error.errno not in _READ_ONLY:
             raise
         return os.open(path, os.O_RDONLY)  # enough for a lock, where the file is there
-
-
-def _is(path: Path, descriptor: int) -> bool:
-    """Returns whether `path` still names the open file `descriptor`."""
-    try:
-        there, here = os.stat(path), os.fstat(descriptor)
-    except FileNotFoundError:
-        return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
