@@ -35,6 +35,14 @@ def test_what_was_found_finished_does_not_count_for_long() -> None:
     assert said == "1 rows/s, 0:21 to go"
 
 
+def test_one_event_that_took_long_does_not_stand_for_all() -> None:
+    """A training step with an evaluation behind it."""
+    pace = Pace(events=50)
+    for done in range(50):
+        pace.text(event(done), float(done))
+    assert pace.text(event(50), 149.0) == "0.33 rows/s, 47:49 to go"
+
+
 def test_times() -> None:
     assert [clock(s) for s in (0.4, 35, 725, 10931)] == ["0:00", "0:35", "12:05", "3:02:11"]
 

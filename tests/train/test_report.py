@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 
 from easypipe.cli import main
+from easypipe.core.errors import StorageError
 from easypipe.train.record import read_kept, write_kept, write_restart
-from easypipe.train.report.numbers import MOST_POINTS, flows, thinned
+from easypipe.train.report import numbers as numbers_module
+from easypipe.train.report.numbers import MOST_POINTS, CurvesReader, flows, thinned
 from easypipe.train.report.page import documents_of, page, write_report
 from easypipe.train.report.serve import server
 
@@ -210,27 +212,64 @@ def test_the_server_shows_the_page_to_this_machine_alone(tmp_path: Path) -> None
         for path in ("/ledger.json", "/../run/ledger.json", "/%2e%2e/", "/?x"):
             assert ask(path)[0] == 404, path
         assert ask("/", name="evil.example")[0] == 403
-        assert ask("/numbers.json", name=f"evil.example:{port}")[0] == 403
+        assert ask("/news.json", name=f"evil.example:{port}")[0] == 403
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             assert ask("/", method)[0] == 501, method
         line = json.dumps({"step": 31, "loss": 0.125})
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(line + "\n" + line[:9])  # the second is half written
-        assert json.loads(ask("/numbers.json")[1])[0]["curves"]["loss"][1][-1] == 0.125
+        news = json.loads(ask("/news.json")[1])
+        assert news["numbers"][0]["curves"]["loss"][1][-1] == 0.125
+        assert "<td>last step logged</td><td>31</td>" in news["tables"]
+        assert "<script" not in news["tables"]
         (folder / "metrics.jsonl").write_text("damage\n")
-        assert ask("/numbers.json")[0] == 500
+        assert ask("/news.json")[0] == 500
         serving.shutdown()
+
+
+def test_of_a_growing_file_only_what_is_new_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that was half written counts once it is whole, and a replaced file is read anew."""
+    path, reader = tmp_path / "metrics.jsonl", CurvesReader(tmp_path / "metrics.jsonl")
+    read: list[int] = []
+    begin = numbers_module.records_from
+    monkeypatch.setattr(
+        numbers_module, "records_from", lambda p, at, n: read.append(at) or begin(p, at, n)
+    )
+
+    def steps() -> list[int]:
+        curves = reader.read()
+        assert curves is not None
+        return curves.points()["loss"][0]
+
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)]
+    path.write_text(lines[0] + lines[1][:9])
+    assert steps() == [1]
+    with path.open("a") as file:
+        file.write(lines[1][9:] + lines[2])
+    assert steps() == [1, 2, 3]
+    assert read == [0, len(lines[0])]
+    with path.open("a") as file:
+        file.write("damage\n")
+    with pytest.raises(StorageError, match="line 4"):
+        reader.read()
+    os.replace(shutil.copy(path, tmp_path / "new"), path)
+    path.write_text("".join(lines[:2]) + lines[4])  # a run that went on from step 2
+    assert steps() == [1, 2, 5]
 
 
 ASK = """<script>
 charts.forEach((chart) => chart.getZr().flush());
 const option = (title) => charts.get(title).getOption();
 const wide = [...charts.values()].map((chart) => chart.getWidth() - chart.getDom().clientWidth);
+const [offsetX, offsetY] = charts.get("gradient norm").convertToPixel({ gridIndex: 0 }, [9, 1]);
+clicked(charts.get("gradient norm"), { offsetX, offsetY });
 const before = option("loss").series[0].data[29][1];
 byId("smoothing").value = 0.9; byId("logarithmic").checked = true; byId("more").checked = true;
 drawAll();
 const found = {
-  charts: [...charts.keys()], wide: Math.max(...wide), before, after: option("loss").series[0].data[29][1],
+  clicked: byId("mark").textContent, charts: [...charts.keys()], wide: Math.max(...wide), before, after: option("loss").series[0].data[29][1],
   axis: option("loss").yAxis[0].type, marks: option("loss").series[0].markLine.data.length,
   links: option("where the tokens went").series[0].links.length,
   flow: option("where the tokens went").series[0].orient,
@@ -261,6 +300,12 @@ def test_in_a_browser(tmp_path: Path, size: str) -> None:
     found = json.loads(
         re.search(r'data-found="(.*?)"', done.stdout)[1].replace("&quot;", '"')  # type: ignore[index]
     )
+    for told in (
+        "change at step 9: load.batch_size: was 8, is 16",
+        "restart at step 9",
+        "--step 8",
+    ):
+        assert told in found["clicked"]
     assert found["charts"][:2] == ["loss", "gradient norm"]
     assert {"mixture", "where the tokens went"} <= set(found["charts"])
     assert math.isclose(found["before"], 4 / 30, rel_tol=1e-5)

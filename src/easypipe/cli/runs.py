@@ -80,18 +80,20 @@ def _run(folder: Path) -> Run:
     """
     from easypipe.core.config import allowing_code, load_yaml
     from easypipe.core.locks import try_hold
-    from easypipe.train.metrics.log import read_metrics
+    from easypipe.train.metrics.log import Record, each_record
 
     try:
         metrics, config = folder / "metrics.jsonl", folder / "run.yaml"
-        records = read_metrics(metrics) if metrics.exists() else []
+        last: Record = {"step": 0}
+        evals: dict[str, Record] = {}
+        for last in each_record(metrics) if metrics.exists() else ():
+            evals = last.get("eval") or evals
         with allowing_code():  # no function that it names is called
             values = load_yaml(config) if config.exists() else {}
         steps = (values.get("train") or {}).get("steps")
         held = try_hold(folder, exclusive=False)
     except (EasypipeError, OSError) as error:
         return Run(str(folder), f"damaged: {error}", 0, None, None, {})
-    last = records[-1] if records else {"step": 0}
     if held is None:
         state = "training"
     elif steps is None:
@@ -100,6 +102,5 @@ def _run(folder: Path) -> Run:
         state = "finished" if last["step"] >= steps else "stopped"
     if held is not None:
         held.close()
-    evals = next((one["eval"] for one in reversed(records) if one.get("eval")), {})
     held_out = {name: seen["loss"] for name, seen in evals.items() if seen["loss"] is not None}
     return Run(str(folder), state, last["step"], steps, last.get("loss"), held_out)

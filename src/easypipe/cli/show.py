@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,7 +102,7 @@ def training() -> Iterator[TrainListener]:
 
     bars = progress_bars(console(), "{task.fields[line]}")
     task: TaskID | None = None
-    pace, said = Pace(), -LOG_S
+    pace, said, live = Pace(events=50), -LOG_S, console().is_terminal
 
     def listen(event: TrainEvent) -> None:
         nonlocal task, said
@@ -124,12 +124,12 @@ def training() -> Iterator[TrainListener]:
                 for name, seen in event.record.get("eval", {}).items()
             )
             due = now - said >= LOG_S or event.step == event.steps
-            if held_out or (due and not console().is_terminal):
+            if held_out or (due and not live):
                 said = now
                 parts = (f"step {event.step:>5}", line, held_out and f"held out: {held_out}", speed)
                 say("  ".join(filter(None, parts)))
 
-    with bars:
+    with bars if live else nullcontext():
         yield listen
 
 

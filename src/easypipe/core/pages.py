@@ -57,7 +57,7 @@ def commit_page(path: Path, page: str) -> None:
     commit_bytes(path, page.encode())
 
 
-def render(package: str, values: Json) -> str:
+def render(package: str, values: Json, block: str = "") -> str:
     """Renders the page.html.jinja of a package, which extends base.html.jinja.
 
     Every text is escaped, and characters that would not be seen in it are spelled out.
@@ -65,6 +65,7 @@ def render(package: str, values: Json) -> str:
     Args:
         package: The package that holds the template.
         values: The variables of the template.
+        block: The block to render; "" is the whole page.
     """
     import jinja2  # imported here, as few processes make a page
     from markupsafe import Markup
@@ -80,7 +81,10 @@ def render(package: str, values: Json) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return pages.get_template("page.html.jinja").render(values)
+    template = pages.get_template("page.html.jinja")
+    if not block:
+        return template.render(values)
+    return "".join(template.blocks[block](template.new_context(values)))
 
 
 def shown(value: JsonValue) -> str:

@@ -23,9 +23,15 @@ LOG_S = 30.0
 
 
 class Pace:
-    """The rate and remaining time of each stage and dataset, from its events. It is thread safe."""
+    """The rate and remaining time of each stage and dataset, from its events. It is thread safe.
 
-    def __init__(self) -> None:
+    Args:
+        events: The rate covers at least so many events, so that one that took long, as a training
+            step with an evaluation behind it, does not stand for all.
+    """
+
+    def __init__(self, events: int = 2) -> None:
+        self._events = events
         self._seen: dict[tuple[str, str], deque[tuple[float, int, int]]] = {}
         self._lock = threading.Lock()
 
@@ -42,7 +48,7 @@ class Pace:
         with self._lock:
             seen = self._seen.setdefault((event.stage, event.dataset), deque())
             seen.append((now, event.done, event.num_bytes))
-            while len(seen) > 2 and now - seen[1][0] >= WINDOW_S:
+            while len(seen) > self._events and now - seen[1][0] >= WINDOW_S:
                 seen.popleft()
             first = seen[0]
         seconds, rows, num_bytes = now - first[0], event.done - first[1], event.num_bytes - first[2]

@@ -129,8 +129,19 @@ def each_record(path: str | Path) -> Iterator[Record]:
     Raises:
         StorageError: A line is not a record; the message names it.
     """
+    for _, _, record in records_from(path, 0, 0):
+        yield record
+
+
+def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, int, Record]]:
+    """Yields the records behind byte `at`, where `lines` lines end, as `each_record` does.
+
+    Each comes with the byte at which it ends, and the number of lines up to there.
+    """
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+        file.seek(at)
+        for number, line in enumerate(file, start=lines + 1):
+            at += len(line)
             if not line.strip(b"\n"):
                 continue
             try:
@@ -138,7 +149,7 @@ def each_record(path: str | Path) -> Iterator[Record]:
             except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield record
+                yield at, number, record
             elif line.endswith(b"\n"):  # a finished line
                 raise StorageError(
                     at=f"{path}, line {number}",

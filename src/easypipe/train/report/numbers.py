@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.values import Json
-from easypipe.train.metrics.log import Record, each_record
+from easypipe.train.metrics.log import Record, records_from
 
 MOST_POINTS = 2000  # most points of a curve; longer ones keep the extremes of each stretch
 HELD_OUT = "eval"  # the key of a record's held-out results
@@ -51,21 +51,34 @@ class Curves:
         }
 
 
-def read_curves(path: Path) -> Curves | None:
-    """Reads metrics.jsonl; returns None if no step was logged.
+class CurvesReader:
+    """Reads the curves of a run; asked again, it reads only what was written since.
 
-    Raises:
-        StorageError: It is not such a file.
+    A file that was replaced, as by a run that goes on, is read anew.
     """
-    found: Curves | None = None
-    for record in each_record(path):
-        if found is None:
-            found = Curves(record, record)
-        found.last = record
-        if HELD_OUT in record:
-            found.evaluations.append(record)
-        _enter(found, record["step"], "", record)
-    return found
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = self._at = self._lines = 0
+        self._curves: Curves | None = None
+
+    def read(self) -> Curves | None:
+        """Returns all curves; None if no step was logged.
+
+        Raises:
+            StorageError: The file does not hold metrics.
+        """
+        now = self._path.stat()
+        if now.st_ino != self._inode or now.st_size < self._at:
+            self._inode, self._at, self._lines, self._curves = now.st_ino, 0, 0, None
+        for at, lines, record in records_from(self._path, self._at, self._lines):
+            self._at, self._lines = at, lines
+            self._curves = self._curves or Curves(record, record)
+            self._curves.last = record
+            if HELD_OUT in record:
+                self._curves.evaluations.append(record)
+            _enter(self._curves, record["step"], "", record)
+        return self._curves
 
 
 def _enter(found: Curves, step: int, under: str, values: Json) -> None:

@@ -12,7 +12,12 @@ const CHARTS = [
   ["waiting for data", (n) => n === "data_wait", "share of the time"],
 ];
 const DASHES = ["solid", "dashed", "dotted"];
+const STEPS = {
+  axisLabel: { hideOverlap: true, formatter: (step) => (Number.isInteger(step) ? step.toLocaleString("en") : "") },
+  axisPointer: { label: { formatter: ({ value }) => `step ${value.toLocaleString("en")}` } },
+};
 const charts = new Map();
+const DRAGS = !matchMedia("(pointer: coarse)").matches; // a finger scrolls the page
 const dark = matchMedia("(prefers-color-scheme: dark)").matches;
 const byId = (id) => document.getElementById(id);
 
@@ -27,8 +32,8 @@ function smoothed(values, weight) {
 }
 
 function marks(run) {
-  const lines = run.marks.map((mark) => ({ xAxis: mark.step, name: `${mark.kind} at step ${mark.step}: ${mark.text}` }));
-  return { symbol: "none", label: { show: false }, lineStyle: { type: "dashed", color: "#c55" }, data: lines };
+  const lines = run.marks.map((mark) => ({ xAxis: mark.step }));
+  return { symbol: "none", silent: true, label: { show: false }, lineStyle: { type: "dashed", color: "#c55", opacity: 0.5 }, data: lines };
 }
 
 function curve(run, name, label, color, dash) {
@@ -36,10 +41,27 @@ function curve(run, name, label, color, dash) {
   const weight = name.startsWith("eval/") ? 0 : Number(byId("smoothing").value);
   const drawn = weight ? smoothed(values, weight) : values;
   return {
-    type: "line", name: label, symbol: values.length < 60 ? "circle" : "none", symbolSize: 4,
-    lineStyle: { width: 1.3, type: dash }, color, animation: false, triggerLineEvent: true,
+    type: "line", id: `${runs.indexOf(run)} ${name}`, name: label, symbol: values.length < 60 ? "circle" : "none", symbolSize: 4,
+    lineStyle: { width: 1.3, type: dash }, color, animation: false,
     data: steps.map((step, i) => [step, drawn[i]]),
   };
+}
+
+function clicked(chart, { offsetX, offsetY }) {
+  // shows the marks beside the pointer, and the nearest point with the command that explains its batch
+  if (!chart.containPixel("grid", [offsetX, offsetY])) return;
+  const beside = (mark) => Math.abs(chart.convertToPixel({ xAxisIndex: 0 }, mark.step) - offsetX) < 5;
+  const found = runs.flatMap((run) => run.marks).filter(beside).map((mark) => `${mark.kind} at step ${mark.step}: ${mark.text}`);
+  let nearest = 20, point = "";
+  for (const { id, name, data } of chart.getOption().series) for (const [step, value] of data) {
+    const [x, y] = chart.convertToPixel({ gridIndex: 0 }, [step, value]);
+    const away = Math.hypot(x - offsetX, y - offsetY);
+    if (away >= nearest) continue;
+    nearest = away;
+    point = `step ${step}: ${name} ${Number(value).toPrecision(5)}; its documents: easypipe explain ${runs[parseInt(id)].config} --step ${step - 1}`;
+  }
+  const told = [...found, point].filter(Boolean).join(" · ");
+  if (told) byId("mark").textContent = told;
 }
 
 function figure(into, title, className) {
@@ -65,14 +87,14 @@ function draw(title, series, unit) {
     grid: { left: 60, right: 16, top: 52, bottom: series.length > 1 ? 52 : 28 },
     tooltip: { trigger: "axis", renderMode: "richText", valueFormatter: (v) => (v == null ? "" : Number(v).toPrecision(5)) },
     toolbox: { right: 4, top: 0, itemSize: 11, feature: { dataZoom: { yAxisIndex: "none" }, restore: {}, saveAsImage: {} } },
-    xAxis: { type: "value", min: "dataMin", max: "dataMax", splitLine: { show: false } },
-    yAxis: { type: byId("logarithmic").checked ? "log" : "value", scale: true },
-    dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl" }],
+    xAxis: { type: "value", min: "dataMin", max: "dataMax", splitLine: { show: false }, ...STEPS },
+    yAxis: byId("logarithmic").checked ? { type: "log", min: "dataMin", max: "dataMax", axisLabel: { formatter: (v) => String(Number(v.toPrecision(3))) } } : { type: "value", scale: true },
+    dataZoom: DRAGS ? [{ type: "inside", zoomOnMouseWheel: "ctrl" }] : [],
     series,
   }, { replaceMerge: ["series"] });
-  chart.dispatchAction({ type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true });
-  chart.off("click");
-  chart.on("click", (event) => { if (event.componentType === "markLine") byId("mark").textContent = event.name; });
+  if (DRAGS) chart.dispatchAction({ type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true });
+  chart.getZr().off("click");
+  chart.getZr().on("click", (event) => clicked(chart, event));
   chart.getZr().off("dblclick");
   chart.getZr().on("dblclick", () => chart.dispatchAction({ type: "dataZoom", start: 0, end: 100 }));
 }
@@ -93,7 +115,7 @@ function drawAll() {
   for (const run of runs) {
     const shares = Object.entries(run.mixture).flatMap(([name, part], n) => [["so far", "solid", 1.8, 1], ["lately", "solid", 0.8, 0.5], ["asked for", "dashed", 1, 1]].map(
       ([key, type, width, opacity]) => ({
-        type: "line", name: `${name}, ${key}`, symbol: part.step.length < 2 ? "circle" : "none", animation: false, color: palette[n % palette.length],
+        type: "line", id: `${runs.indexOf(run)} ${name} ${key}`, name: `${name}, ${key}`, symbol: part.step.length < 2 ? "circle" : "none", animation: false, color: palette[n % palette.length],
         step: key === "asked for" ? "end" : false, lineStyle: { type, width, opacity }, data: part.step.map((step, i) => [step, part[key][i]]),
       })));
     if (shares.length) shares[0].markLine = marks(run);
@@ -108,17 +130,27 @@ function drawAll() {
       backgroundColor: "transparent",
       title: { text: title, left: 8, textStyle: { fontSize: 13 } },
       tooltip: { renderMode: "richText", valueFormatter: (v) => `${Number(v).toLocaleString("en")} tokens` },
-      series: [{ type: "sankey", top: 40, ...layout, data: nodes, links: run.flows, emphasis: { focus: "adjacency" }, animation: false, lineStyle: { color: "gradient" } }],
+      series: [{ type: "sankey", top: 40, ...layout, data: nodes, links: run.flows, emphasis: { focus: "adjacency" }, animation: false, labelLayout: { hideOverlap: true }, lineStyle: { color: "gradient" } }],
     });
   }
 }
 
 for (const id of ["smoothing", "logarithmic", "more"]) byId(id).addEventListener("input", drawAll);
+if (!DRAGS) byId("zooming").remove();
 drawAll();
 echarts.connect([...charts.values()].filter((chart) => chart.getOption().xAxis));
-if (REFRESH) {
-  setInterval(async () => {
-    const answer = await fetch("numbers.json");
-    if (answer.ok) { runs = await answer.json(); drawAll(); }
-  }, REFRESH * 1000);
+async function refresh() {
+  try {
+    const answer = await fetch("news.json");
+    if (answer.ok) {
+      const { numbers, tables } = await answer.json();
+      const open = [...document.querySelectorAll("details")].map((part) => part.open);
+      runs = numbers;
+      drawAll();
+      byId("tables").innerHTML = tables;
+      document.querySelectorAll("details").forEach((part, i) => { part.open = open[i]; });
+    }
+  } catch { /* the server is gone for now: the page keeps what it has */ }
+  setTimeout(refresh, REFRESH * 1000);
 }
+if (REFRESH) setTimeout(refresh, REFRESH * 1000);

@@ -10,6 +10,7 @@ import gzip
 import importlib.resources
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from easypipe.train.record import (
     read_kept,
     recorded_datasets,
 )
-from easypipe.train.report.numbers import Curves, flows, read_curves
+from easypipe.train.report.numbers import Curves, CurvesReader, flows
 from easypipe.train.report.pictures import NO_SUCH_SHAPE, mixture_lines
 
 log = logging.getLogger("easypipe")
@@ -60,19 +61,18 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | N
     return target
 
 
-def page(folders: Sequence[Path], *, refresh: int | None = None) -> str:
-    """Returns the HTML of `write_report`.
+def page(folders: Sequence[Path]) -> str:
+    """Returns the HTML of `write_report`. Errors are those of `RunReader.read`.
 
     Args:
         folders: The output folders of the runs.
-        refresh: Seconds after which the page asks its server for new numbers.
-
-    Raises:
-        StateError: A folder holds no run, or a file of it cannot be read.
-        StorageError: metrics.jsonl cannot be read.
-        TrainError: No step was logged.
     """
-    runs = [_run(folder) for folder in folders]
+    return live_page([RunReader(folder) for folder in folders], None)
+
+
+def live_page(readers: Sequence[RunReader], refresh: int | None) -> str:
+    """Returns the page of runs, which asks its server for `news` after every `refresh` seconds."""
+    runs = [reader.read() for reader in readers]
     files = importlib.resources.files("easypipe.train.report")
     library = files / "echarts" / "echarts.min.js.gz"
     values = {
@@ -87,49 +87,68 @@ def page(folders: Sequence[Path], *, refresh: int | None = None) -> str:
     return render("easypipe.train.report", values)
 
 
-def numbers(folders: Sequence[Path]) -> list[Json]:
-    """Returns what page.js draws of each run. Errors are those of `page`."""
-    return [drawn for _, drawn, _ in map(_run, folders)]
+def news(readers: Sequence[RunReader]) -> Json:
+    """Returns what page.js draws of the runs, and the HTML of their tables."""
+    runs = [reader.read() for reader in readers]
+    values = {"runs": runs, "shown": shown}
+    return {
+        "numbers": [drawn for _, drawn, _ in runs],
+        "tables": render("easypipe.train.report", values, block="tables"),
+    }
 
 
-def _run(folder: Path) -> tuple[str, Json, Sequence[Section]]:
-    """Returns (name, numbers for the curves, tables) of a run.
+class RunReader:
+    """Reads what the page shows of a run; asked again, of the metrics only the new ones.
 
-    Raises:
-        StateError: The folder holds no run, or a file of it cannot be read.
-        TrainError: No step was logged.
+    Several threads may ask.
     """
-    if not (folder / "metrics.jsonl").is_file():
-        unlike = "holds no metrics.jsonl, so it is not a run's folder"
-        raise StateError(
-            at=str(folder),
-            problem=unlike if folder.is_dir() else "no such folder",
-            fix="Give the train.output_dir of a run that has trained a step.",
-        )
-    try:
-        curves = read_curves(folder / "metrics.jsonl")
-        if curves is None:
-            raise TrainError(
-                at=str(folder / "metrics.jsonl"),
-                problem="no step was logged, so there is nothing to draw",
-                fix="Wait for the run's first step.",
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._curves = folder, CurvesReader(folder / "metrics.jsonl")
+        self._lock = threading.Lock()
+
+    def read(self) -> tuple[str, Json, Sequence[Section]]:
+        """Returns (name, numbers for the curves, tables).
+
+        Raises:
+            StateError: The folder holds no run, or a file of it cannot be read.
+            StorageError: metrics.jsonl cannot be read.
+            TrainError: No step was logged.
+        """
+        folder = self._folder
+        if not (folder / "metrics.jsonl").is_file():
+            unlike = "holds no metrics.jsonl, so it is not a run's folder"
+            raise StateError(
+                at=str(folder),
+                problem=unlike if folder.is_dir() else "no such folder",
+                fix="Give the train.output_dir of a run that has trained a step.",
             )
-        return folder.absolute().name, numbers_of(folder, curves), sections(folder, curves)
-    except EasypipeError:
-        raise
-    except NO_SUCH_SHAPE as error:
-        problem = f"a file in it is not what a run writes there: {type(error).__name__} {error}"
-        raise StateError(
-            at=str(folder), problem=problem, fix="Give the train.output_dir of a run."
-        ) from error
+        try:
+            with self._lock:
+                curves = self._curves.read()
+                if curves is None:
+                    raise TrainError(
+                        at=str(folder / "metrics.jsonl"),
+                        problem="no step was logged, so there is nothing to draw",
+                        fix="Wait for the run's first step.",
+                    )
+                return folder.absolute().name, numbers_of(folder, curves), sections(folder, curves)
+        except EasypipeError:
+            raise
+        except NO_SUCH_SHAPE as error:
+            problem = f"a file in it is not what a run writes there: {type(error).__name__} {error}"
+            raise StateError(
+                at=str(folder), problem=problem, fix="Give the train.output_dir of a run."
+            ) from error
 
 
 def numbers_of(folder: Path, curves: Curves) -> Json:
     """Returns what page.js draws of a run.
 
     Returns:
-        `name`, `curves` (name → [steps, values]), `marks` (step, kind, text), `mixture` (dataset →
-        step, so far, lately, asked for), `flows` (links).
+        `name`, `config` (the file that explains its batches), `curves` (name → [steps, values]),
+        `marks` (step, kind, text), `mixture` (dataset → step, so far, lately, asked for), `flows`
+        (links).
     """
     try:
         trained = recorded_datasets(folder)
@@ -137,6 +156,7 @@ def numbers_of(folder: Path, curves: Curves) -> Json:
         trained = []
     return {
         "name": folder.absolute().name,
+        "config": str(folder / RECORD),
         "curves": curves.points(),
         "marks": _marks(folder),
         "mixture": _of(folder / PLAN, mixture_lines, {}),
@@ -199,7 +219,12 @@ def sections(folder: Path, curves: Curves) -> list[Section]:
         _rollbacks("Roll-backs", folder / ROLLBACKS),
         of("Changes", CHANGES, _changes, "nothing was changed while it ran"),
         of("Restarts", RESTARTS, _restarts, "it was never begun again"),
-        of("Mixture", PLAN, functools.partial(_mixture, curves.last["step"])),
+        of(
+            "Mixture",
+            PLAN,
+            functools.partial(_mixture, curves.last["step"]),
+            f"{PLAN} is written when a run of several datasets stops",
+        ),
         of("Ledger: where every row and token went", LEDGER, _ledger),
         of("Data", FINGERPRINTS, _fingerprints),
         of("Versions", VERSIONS, _versions),

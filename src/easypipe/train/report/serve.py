@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from easypipe.core.errors import EasypipeError
-from easypipe.train.report.page import numbers, page
+from easypipe.train.report.page import RunReader, live_page, news
 
 HOST = "127.0.0.1"
 REFRESH_SECONDS = 10
@@ -25,18 +25,19 @@ def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
         StateError: A folder holds no run.
         OSError: The port is taken.
     """
-    numbers(folders)
+    readers = tuple(RunReader(folder) for folder in folders)
+    news(readers)
 
     class Handler(_Handler):
-        runs = tuple(folders)
+        runs = readers
 
     return ThreadingHTTPServer((HOST, port), Handler)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers requests for the page of `runs` and for its numbers."""
+    """Answers requests for the page of `runs` and for what is new on it."""
 
-    runs: ClassVar[Sequence[Path]]
+    runs: ClassVar[Sequence[RunReader]]
 
     def do_GET(self) -> None:
         assert isinstance(self.server, ThreadingHTTPServer)
@@ -46,9 +47,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             if self.path == "/":
-                self._answer(200, "text/html", page(self.runs, refresh=REFRESH_SECONDS))
-            elif self.path == "/numbers.json":
-                self._answer(200, "application/json", json.dumps(numbers(self.runs)))
+                self._answer(200, "text/html", live_page(self.runs, REFRESH_SECONDS))
+            elif self.path == "/news.json":
+                self._answer(200, "application/json", json.dumps(news(self.runs)))
             else:
                 self._answer(404, "text/plain", "There is one page: /")
         except EasypipeError as error:  # a file of the run may be damaged by now
