@@ -673,7 +673,7 @@ FAULTS = [
     fault("batches that Grain asks for lie on devices", "interop/grain.py", "tests/interop/test_grain.py -k behind_load",
           "partition_spec=None, prefetch_to_device=False", "partition_spec=None"),
     fault("the first evaluation of a run is its last", "cli/runs.py", "tests/cli/test_terminal.py -k runs_are",
-          'for one in reversed(records) if one.get("eval")', 'for one in records if one.get("eval")'),
+          'last.get("eval") or evals', 'evals or last.get("eval", {})'),
     fault("runs are looked for in runs", "cli/runs.py", "tests/cli/test_terminal.py -k runs_are", "            names.clear()\n", ""),
     fault("no limit of open files is too low", "doctor/machine.py", "tests/test_doctor.py -k no_limit",
           "if not endless and files < OPEN_FILES:", "if files < OPEN_FILES:"),
