@@ -281,7 +281,7 @@ def trl(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """The blocks of other libraries in the docs: what docs/problems.md says fails there fails, and
     what docs/coming_from.md and docs/elsewhere.md show runs (MosaicML's in the session `shards`,
-    Levanter's in `levanter`: their pins do not fit).
+    Levanter's in `levanter`, EasyDeL's in `easydel`: their pins do not fit).
     """
     session.install(".", "pytest>=8", *PEERS)
     session.run(
@@ -289,7 +289,7 @@ def peers(session: nox.Session) -> None:
         "--noconftest",
         "tests/test_docs.py",
         "-k",
-        "other_libraries and not MosaicML and not Levanter",
+        "other_libraries and not MosaicML and not Levanter and not EasyDeL",
         *session.posargs,
         env=TEST_ENV | {"EASYPIPE_PEERS": "all"},
     )
@@ -311,6 +311,20 @@ def levanter(session: nox.Session) -> None:
         "tests/test_docs.py",
         "-k",
         "other_libraries and Levanter and elsewhere",
+        env=TEST_ENV | {"EASYPIPE_PEERS": "all"},
+    )
+
+
+@nox.session(python="3.11")
+def easydel(session: nox.Session) -> None:
+    """EasyDeL's section of docs/coming_from.md: its jax is older than the one that trains here."""
+    session.install(".", "pytest>=8", "easydel==0.3.0")
+    session.run(
+        "pytest",
+        "--noconftest",
+        "tests/test_docs.py",
+        "-k",
+        "other_libraries and EasyDeL",
         env=TEST_ENV | {"EASYPIPE_PEERS": "all"},
     )
 

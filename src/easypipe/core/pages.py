@@ -84,7 +84,7 @@ def render(package: str, values: Json, block: str = "") -> str:
     template = pages.get_template("page.html.jinja")
     if not block:
         return template.render(values)
-    return "".join(template.blocks[block](template.new_context(values)))
+    return "".join(template.blocks[block](template.new_context(dict(values))))
 
 
 def shown(value: JsonValue) -> str:
