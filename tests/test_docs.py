@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -143,6 +144,15 @@ def test_links_between_pages_lead_somewhere() -> None:
             if not there.exists() and there not in known:
                 wrong.append(f"{page.name}: {target}")
     assert not wrong, wrong
+
+
+def test_the_readme_of_an_index_page_has_no_link_to_a_file_beside_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for one in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(one["pattern"], one["replacement"], text)
+    assert not re.findall(r"\]\((?!https?:)[^)]*\)", text)
+    assert "tests easypipe's guarantees on your config" in text
 
 
 def test_the_gallery_shows_every_picture_and_each_is_small() -> None:
