@@ -46,6 +46,12 @@ from pipelines import texts
 
 SHAPE = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
 ENDOFTEXT, IM_END = 0, 2
+# It ends no turn, and a model that calls a tool stops by opening the result.
+ENDLESS = (
+    "{% for m in messages %}{{ '<|b|>' if m.role == 'tool' else '<|a|>' }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}</call>{% endfor %}"
+    "{{ m.content }}{% endfor %}"
+)
 CHAT: dict[str, Any] = {"content_field": "messages", "chat_template": "chatml"}
 
 
@@ -304,6 +310,8 @@ def test_a_text_is_shown_up_to_its_stop_string(
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}<|a|><|b|>\n{% endfor %}", [4]),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", []),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}", []),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content[0].text }}<|a|>{% endfor %}", [3]),
+        (ENDLESS, [4]),
     ],
 )
 def test_what_ends_a_turn_is_read_off_the_template(

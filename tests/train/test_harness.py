@@ -173,10 +173,11 @@ def test_what_is_configured_reaches_lm_eval(
     given: dict[str, Any] = {}
 
     class Manager:
-        all_tasks = ("mine", "yours")
-
-        def __init__(self, include_path: str | None) -> None:
+        def __init__(self, include_path: str | None, include_defaults: bool) -> None:
             given["include_path"] = include_path
+            given.setdefault("indices", []).append(include_defaults)
+            self.all_subtasks = ["mine"] if include_path else []
+            self.all_tasks = ["all", "mine"] if include_defaults else self.all_subtasks
 
     def simple_evaluate(**options: Any) -> Any:
         given.update(options)
@@ -201,6 +202,9 @@ def test_what_is_configured_reaches_lm_eval(
     assert [given[name] for name in names] == ["tasks", 3, 2, True, ["mine"]]
     scores(LmEvalConfig(tasks=["mine"]), model, str(tokenizer), seen)
     assert given["model"].asked.max_length == 77
+    scores(dataclasses.replace(config, tasks=["all"]), model, str(tokenizer), seen)
+    # lm-eval's own tasks are read where a folder is not enough, and once
+    assert given["indices"] == [False, True, True]
     with pytest.raises(ConfigError, match=r"tasks\[0\]: lm-eval knows no task 'minne'. .*'mine'"):
         scores(LmEvalConfig(tasks=["minne"]), model, str(tokenizer), seen)
 
@@ -233,7 +237,7 @@ def write_tasks(folder: Path, count: int) -> Path:
         "own_text": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
         "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]\n",
         "own_reply": "output_type: generate_until\ndoc_to_text: 'Q: {{question}} A:'\n"
-        "doc_to_target: '{{reply}}'\nmetric_list: [{metric: exact_match}]\n"
+        "doc_to_target: '{{reply}}'\nmetric_list: [{metric: exact_match}, {metric: chrf}]\n"
         "generation_kwargs: {until: ['.', ' the'], max_gen_toks: 24}\n",
     }
     for name, text in tasks.items():
@@ -288,12 +292,14 @@ def test_scores_are_those_of_hf_on_the_same_folder_in_no_more_time(
     folder = save_pretrained(model, tmp_path / "model", tokenizer=tokenizer, **seen.options())
     config = LmEvalConfig(tasks=TASKS, include_path=str(tasks))
 
+    index = TaskManager(include_path=str(tasks), include_defaults=False)
+
     def theirs() -> Any:
         return lm_eval.simple_evaluate(
             model="hf",
             model_args=f"pretrained={folder},dtype=float32",
             tasks=list(TASKS),
-            task_manager=TaskManager(include_path=str(tasks)),
+            task_manager=index,
             batch_size=16,
             device="cpu",
             log_samples=False,
@@ -319,5 +325,6 @@ def test_scores_are_those_of_hf_on_the_same_folder_in_no_more_time(
                 print(task, metric, value, found["ours"][task][metric])
                 assert found["ours"][task][metric] == pytest.approx(value, rel=1e-6, abs=1e-6)
                 compared += 1
-    assert compared >= 6
+    assert compared >= 7
+    assert found["ours"]["own_reply"]["chrf,none"] > 0  # what is written is compared
     assert took["ours"] <= 1.2 * min(took["hf"], took["hf again"])

@@ -645,10 +645,41 @@ def test_a_call_that_closes_as_text_where_nothing_ends_turns() -> None:
         "{% for m in messages %}<|{{ m.role }}|>{% for call in m.tool_calls or [] %}<call>"
         "{{ call.function | tojson }}</call>{% endfor %}{{ m.content }}{% endfor %}"
     )
-    closers = ("<|user|>", "<|assistant|>", "<|tool|>")
-    for messages in (CALLS[:2], CALLS[:4]):
+    closers = ("<|user|>", "<|assistant|>", "<|tool|>", "<result>", "</result>")
+    for messages, end in ((CALLS[:2], ""), (CALLS[:4], "<|tool|>")):  # which the model stops at
         call = trained(source, messages, TOOLS, closers=closers)[0]
-        assert (call[:6], call[-8:]) == ("<call>", "}</call>")
+        assert (call[:6], call.rpartition("}")[2]) == ("<call>", f"</call>{end}")
+    (call, *_) = trained(source, CALLS[:4], TOOLS, closers=closers, train_on_eos="none")
+    assert call.endswith("}</call>")
+    opened = source.replace("<|{{ m.role }}|>", "{{ '<result>' if m.role == 'tool' }}")
+    for other in (opened, source.replace("{{ m.content }}", "{{ m.content }}<|end|>")):
+        (call, *_) = trained(other, CALLS[:4], TOOLS, closers=(*closers, "<|end|>"))
+        assert call.rpartition("}")[2] in ("</call>", "</call><|end|>")
+
+
+def test_what_opens_the_next_message_ends_a_turn_if_the_model_stops_at_it() -> None:
+    """As GLM-4.5's `<|user|>` and Gemma 4's `<|result>`, by their generation_config.json."""
+
+    def said(end: str, end_tokens: tuple[str, ...], messages: Any) -> list[str]:
+        source = (
+            "{% for m in messages %}{{ '<|result>' if m.role == 'tool' else '<|' + m.role + '|>' }}"
+            "{% for one in m.tool_calls or [] %}<call>{{ one.function | tojson }}<call|>{% endfor %}"
+            f"{{{{ m.content }}}}{end}{{{{ '<result|>' if m.role == 'tool' }}}}{{% endfor %}}"
+        )
+        names = ("user", "assistant", "end")
+        closers = (*map("<|{}|>".format, names), "<call>", "<call|>", "<|result>", "<result|>")
+        found = trained(source, messages, TOOLS, closers=closers, end_tokens=end_tokens)
+        return [one.rpartition("}")[2] for one in found]
+
+    stops = ("<|user|>", "<|result>")
+    assert said("", stops, CALLS) == ["<call|><|result>", "Wet.<|user|>", "Bye"]
+    assert said("", (), CALLS[:4]) == ["<call|>", "Wet."]
+    # the model stops before it at what the template writes (Phi-3 has `<|user|>` in its list)
+    assert said("<|end|>", (*stops, "<|end|>"), CALLS) == [
+        "<call|><|end|>",
+        "Wet.<|end|>",
+        "Bye<|end|>",
+    ]
 
 
 def test_a_list_as_python_writes_it() -> None:
@@ -769,8 +800,9 @@ def test_everything_that_decides_spans_is_in_the_fingerprint() -> None:
         template(CHATML, names={}),
         template(CHATML, closers=()),
         template(CHATML, tool_use="x"),
+        template(CHATML, end_tokens=("</s>",)),
     ]
-    assert len({one.fingerprint for one in [base, *others]}) == 6
+    assert len({one.fingerprint for one in [base, *others]}) == 7
     assert template(CHATML, origin="elsewhere").fingerprint == base.fingerprint
 
 
@@ -990,6 +1022,11 @@ def test_where_a_template_comes_from(tmp_path: Any) -> None:
         ).source
         == MARKED
     )
+    (tmp_path / "bare" / "generation_config.json").write_text('{"eos_token_id": [0, 1, 99999]}')
+    stops = load_chat_template(
+        load_tokenizer(bare), chat_template="chatml", train_on="all", date=None
+    )
+    assert stops.end_tokens == stops.closers[:2] != own.end_tokens == ()
     (tmp_path / "other.jinja").write_text("{{ messages }}")
     assert (
         load_chat_template(

@@ -200,12 +200,13 @@ class Aligned:
                 end = self._end_of_call(after, i, run, follows=self._owners[behind:][:1])
             spoken = not self._changed[i].get("tool_calls") and run[-1].word not in words.thoughts
             endless = spoken and self._stop(i) is None
-            if end is None and endless and not ended:
+            if end is None and endless and (not ended or self._handed_over(after, 0, i, behind)):
                 end = 0
             if end is None:
                 continue
             if not alone:  # what opens another's words ends no turn
                 end = len(self._known.opened.sub("", after[:end]))
+            end += self._handed_over(after, end, i, behind)
             start = before + (self._lead(gap) if alone else self._header(gap, i, first))
             return start, run[-1].stop + end
         other = " (train_on_eos='none' asks for no end)" if endless else ""
@@ -328,6 +329,32 @@ class Aligned:
         closed = known.shut.search(end) is not None and not (opened and end.endswith(opened))
         # the EOS token will end it
         return len(end) if closed or (last and known.stops.last is None) else None
+
+    def _handed_over(self, gap: str, end: int, i: int, behind: int) -> int:
+        """Returns how much more the model writes of the gap behind message i, whose turn is over.
+
+        It is the token that opens the next message, where the model stops by writing that: because
+        it is one of the model's end tokens, or, behind a call of tools, because the template ends
+        the assistant's turns with nothing.
+
+        Args:
+            gap: The text behind the turn's last text.
+            end: How much of it ends the turn.
+            behind: The number of the first place behind the turn.
+        """
+        known, found = self._known, self._known.closer.match(gap, end)
+        if found is None:
+            return 0
+        if known.ends:
+            stops = known.ends.isdisjoint(known.token.findall(gap, 0, end))
+            if stops and found[0].strip() in known.ends:
+                return len(found[0])
+        asked = [m.get("role") for m in self._changed[i + 1 : i + 2]] == ["tool"]
+        called = (
+            asked and self._changed[i].get("tool_calls") and self._owners[behind:][:1] == [i + 1]
+        )
+        endless = known.stops.middle is None and known.stops.last is None
+        return len(found[0]) if called and endless and not known.opened.match(found[0]) else 0
 
     def _other_gap(self, i: int, said: Sequence[str]) -> str | None:
         """Returns what follows the last word of message i if nothing follows the message.

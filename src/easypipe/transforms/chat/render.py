@@ -26,22 +26,23 @@ from easypipe.core.protocols import Turns
 from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.conversations import MessageReader
 from easypipe.transforms.chat.pool import Asked, Ended, Hostile, asked
-from easypipe.transforms.chat.sandbox import RESERVED, Json
+from easypipe.transforms.chat.sandbox import RESERVED, Json, Message
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.refused import BEYOND_LIMITS, Refused
-from easypipe.transforms.tokenizer.files import find_chat_template
+from easypipe.transforms.tokenizer.files import find_chat_template, find_end_tokens
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("easypipe")
 
-ENGINE_VERSION = 7  # counts up when the same conversation gives other text or other spans
+ENGINE_VERSION = 8  # counts up when the same conversation gives other text or other spans
 MOST_ENDED = 5  # where so many rows in sequence end their worker, the template is to blame
 # Options that came later: fingerprints hold them only where they differ from these values.
 ADDED: Mapping[str, Json] = {
     "train_on_eos": "turn",
     "roles_to_train": ("assistant",),
     "reasoning": "keep",
+    "end_tokens": (),
 }
 OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read other files
 
@@ -72,6 +73,7 @@ class ChatTemplate:
         train_on_eos: Which trained turns have their end trained too: turn, last, none.
         roles_to_train: Whose turns train_on chooses among.
         reasoning: What happens to the reasoning of messages: keep, mask, per_turn.
+        end_tokens: The special tokens that end what the model writes, where they are known.
     """
 
     source: str
@@ -85,6 +87,7 @@ class ChatTemplate:
     train_on_eos: str = "turn"
     roles_to_train: tuple[str, ...] = ("assistant",)
     reasoning: str = "keep"
+    end_tokens: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -127,28 +130,68 @@ class ChatTemplate:
 
 
 def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
-    """Returns what `template` trains the assistant to end with, as seen on one answer.
+    """Returns what `template` trains the assistant to end with, as seen on an answer and on a call.
 
     Where it closes a turn with several special tokens, the last is what ends it. Where nothing is
     written there, the EOS token that packing adds is the end. Where what is written is no token of
-    the tokenizer, nothing that ends an answer is trained, and a warning says so.
+    the tokenizer, nothing that ends an answer is trained, and a warning says so. What opens the
+    next message is an end too, where it is trained.
 
     Raises:
         HostileTemplateError: The template went beyond its limits.
     """
-    question, answer = "easypipeQuestionProbe", "easypipeAnswerProbe"
-    talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     asked = replace(template, train_on="assistant", roles_to_train=("assistant",))
-    (seen,) = asked.render([{"messages": talk, "tools": None}])
-    if isinstance(seen, Refused) or not seen.spans or answer not in seen.text:
+    answer, others = None, []
+    for parts in (False, True):
+        answer, *others = map(_said_behind_probe, asked.render(_probes(parts=parts)))
+        if answer is not None:
+            break
+    else:
         return Turns(template.source, ())
-    written = seen.text[seen.text.rindex(answer) + len(answer) : seen.spans[-1][1]]
-    (ids, _, _), *_ = tokenizer.encode_with_characters([written])
+    ends = _special(tokenizer, answer)[-1:]
+    if answer.strip() and not ends:
+        _warn_endless(template.origin, tokenizer.name, answer.strip())
+    followed, call, call_followed = (said or "" for said in others)
+    for alone, behind in ((answer, followed), (call, call_followed)):
+        last = _special(tokenizer, behind)[-1:]
+        opens = len(behind) > len(alone) > 0 and behind.startswith(alone)
+        if last and (opens or tokenizer.token(last[0]) in template.end_tokens):
+            ends += last
+    return Turns(template.source, tuple(dict.fromkeys(ends)))
+
+
+_PROBE = "easypipeAnswerProbe"
+
+
+def _probes(*, parts: bool) -> list[Asked]:
+    """Returns an answer and a call, each alone and followed; content is text or typed parts."""
+
+    def says(role: str, said: str, **more: Json) -> Message:
+        content = [{"type": "text", "text": said}] if parts else said
+        return {"role": role, "content": content, **more}
+
+    call = {"id": "easypipe1", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
+    question = says("user", "easypipeQuestionProbe")
+    answered = [question, says("assistant", _PROBE)]
+    called = [question, says("assistant", "", tool_calls=[call])]
+    result = says("tool", "19", tool_call_id="easypipe1")
+    talks = (answered, [*answered, question], called, [*called, result])
+    return [{"messages": talk, "tools": None} for talk in talks]
+
+
+def _said_behind_probe(seen: Rendered | Refused) -> str | None:
+    """Returns what is trained behind the probe; None where it is not there, or not trained."""
+    if isinstance(seen, Refused) or not seen.spans:
+        return None
+    _, found, behind = seen.text[: seen.spans[-1][1]].rpartition(_PROBE)
+    return behind if found else None
+
+
+def _special(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the special tokens of a text."""
+    (ids, _, _), *_ = tokenizer.encode_with_characters([text])
     special = set(tokenizer.special_tokens)
-    closing = [number for number in ids if tokenizer.token(number) in special]
-    if written.strip() and not closing:
-        _warn_endless(template.origin, tokenizer.name, written.strip())
-    return Turns(template.source, tuple(closing[-1:]))
+    return [number for number in ids if tokenizer.token(number) in special]
 
 
 @functools.cache
@@ -240,6 +283,7 @@ def load_chat_template(
                 f"has no effect: {origin} reads no {name!r}",
             )
             raise ConfigError(at=at, problem=problem, fix="Correct the name, or leave it out.")
+    ends = set(map(tokenizer.token, find_end_tokens(tokenizer.name)))
     return ChatTemplate(
         source=source,
         tool_use=tool_use,
@@ -250,6 +294,7 @@ def load_chat_template(
         origin=origin,
         train_empty_thinking=train_empty_thinking,
         train_on_eos=train_on_eos,
+        end_tokens=tuple(one for one in tokenizer.special_tokens if one in ends),
     )
 
 

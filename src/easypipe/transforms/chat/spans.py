@@ -98,6 +98,7 @@ class Spans:
             `none`.
         roles: Whose turns are trained.
         mask: Whether their reasoning is not trained.
+        end_tokens: The tokens that end what the model writes, where they are known.
     """
 
     template: Template
@@ -106,10 +107,11 @@ class Spans:
     ends: str = "turn"
     roles: Sequence[str] = ("assistant",)
     mask: bool = False
+    end_tokens: Sequence[str] = ()
 
     @functools.cached_property
     def _turns(self) -> Turns:
-        return Turns(self.template, self.closers)
+        return Turns(self.template, self.closers, self.end_tokens)
 
     def find(
         self,

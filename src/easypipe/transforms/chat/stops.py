@@ -52,10 +52,11 @@ class Turns:
 
     Args:
         closers: The special tokens of the tokenizer.
+        ends: Those that end what the model writes, by its generation_config.json.
     """
 
-    def __init__(self, template: Template, closers: Sequence[str]) -> None:
-        self.template = template
+    def __init__(self, template: Template, closers: Sequence[str], ends: Sequence[str]) -> None:
+        self.template, self.ends = template, frozenset(ends)
         words = sorted((re.escape(w) for w in closers if w.strip()), key=len, reverse=True)
         special = "|".join(words) or r"(?!)"  # matches nothing
         self.token = re.compile(special)

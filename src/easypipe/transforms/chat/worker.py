@@ -178,6 +178,7 @@ class _Writer:
                 self._spec.get("train_on_eos", "turn"),
                 self._spec.get("roles_to_train", ("assistant",)),
                 self._spec.get("reasoning") == "mask",
+                self._spec.get("end_tokens", ()),
             )
         return self._known[key]
 

@@ -139,13 +139,8 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
     Raises:
         TokenizerError: The tokenizer has no chat template.
     """
-    path = Path(os.path.expanduser(name_or_path))
-    names = ("chat_template.jinja", "tokenizer_config.json")
-    if os.path.exists(path) or _looks_like_path(name_or_path):
-        folder = path if os.path.isdir(path) else path.parent
-        own, config = (folder / name for name in names)
-    else:
-        own, config = (_optional_from_hub(name_or_path, name) for name in names)
+    own = _beside(name_or_path, "chat_template.jinja")
+    config = _beside(name_or_path, "tokenizer_config.json")
     options = _options(config)
     if own is not None and os.path.isfile(own):
         with raising(
@@ -176,6 +171,32 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
         tool_use if isinstance(tool_use, str) else None,
         f"{name_or_path}, tokenizer_config.json",
     )
+
+
+def find_end_tokens(name_or_path: str) -> tuple[int, ...]:
+    """Reads which tokens end what a model writes, from generation_config.json beside its tokenizer.
+
+    Returns () where there is none, and where the Hub cannot be asked for it.
+
+    Raises:
+        TokenizerError: The file is not a JSON object.
+    """
+    try:
+        path = _beside(name_or_path, "generation_config.json")
+    except TokenizerError:
+        return ()
+    given = _options(path).get("eos_token_id")
+    return tuple(
+        one for one in (given if isinstance(given, list) else [given]) if isinstance(one, int)
+    )
+
+
+def _beside(name_or_path: str, file: str) -> Path | None:
+    """Returns the path of a file beside a tokenizer; None where a Hub repository has none."""
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.exists(path) or _looks_like_path(name_or_path):
+        return (path if os.path.isdir(path) else path.parent) / file
+    return _optional_from_hub(name_or_path, file)
 
 
 def _looks_like_path(name: str) -> bool:
@@ -237,7 +258,7 @@ def _decoded(raw: bytes) -> str:
 
 
 def _options(path: Path | None) -> Options:
-    """Reads tokenizer_config.json, which names eos, bos and pad; {} where there is none."""
+    """Reads a JSON object, such as tokenizer_config.json; {} where there is none."""
     if path is None or not os.path.isfile(path):
         return {}
     with raising(
