@@ -9,6 +9,8 @@ import itertools
 import logging
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -621,6 +623,45 @@ def test_progress_tells_how_far_the_work_is(tmp_path: Path) -> None:
 
 
 # files that are not there, or not what they seem
+
+
+@pytest.mark.parametrize("workers", [1, None])
+def test_small_datasets_are_prepared_together(tmp_path: Path, workers: int | None) -> None:
+    """A listener hears one event at a time all the same."""
+    names = "abcdefgh"
+    for name in names:
+        jsonl(tmp_path / f"{name}.jsonl", [{"text": f"some words of {name}"}])
+    threads, hearing = list[str](), threading.Lock()
+
+    def hear(event: ProgressEvent) -> None:
+        assert hearing.acquire(blocking=False)
+        time.sleep(0.01)
+        threads.append(threading.current_thread().name)
+        hearing.release()
+
+    made = PipelineConfig(
+        datasets=[
+            DatasetConfig(name=name, data_files=tmp_path / f"{name}.jsonl") for name in names
+        ],
+        default_tokenizer=tokenizer(),
+        cache_dir=tmp_path / "cache",
+        tokenize=TokenizeStageConfig(num_workers=workers),
+    )
+    Pipeline(made, progress=hear).source().tokenize().prepare()
+    assert len(threads) == len([*(tmp_path / "cache" / "manifests").iterdir()]) == len(names)
+    assert ({*threads} == {"MainThread"}) == (workers == 1)
+    assert (len({*threads}) > 1) == (workers is None)
+
+
+def test_of_small_datasets_the_first_bad_one_is_told(tmp_path: Path) -> None:
+    for i in range(9):
+        jsonl(tmp_path / f"{i}.jsonl", [{"text": None if i in (3, 6) else "some words"}])
+    datasets = [DatasetConfig(name=f"d{i}", data_files=tmp_path / f"{i}.jsonl") for i in range(9)]
+    chain = Pipeline(
+        PipelineConfig(datasets=datasets, default_tokenizer=tokenizer(), cache_dir=tmp_path / "c")
+    )
+    with pytest.raises(SourceError, match=r"3\.jsonl"):
+        chain.source().tokenize().prepare()
 
 
 def test_missing_files_are_never_taken_for_names_on_the_hub(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ what is said in the end: by a clock that only waiting moves.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ssl
 from collections.abc import Callable, Iterator, Mapping
@@ -112,6 +113,32 @@ def test_no_wait_goes_over_the_deadline(clock: Clock) -> None:
     policy(deadline_s=3)
     with pytest.raises(StorageError, match=r"gave up after 2 attempts in 1\.0 s"):
         remote.retrying(URL, Calls(clock, 0, 9, ConnectionError("reset")))
+
+
+def test_a_host_that_never_answered_is_given_up_within_half_a_minute(clock: Clock) -> None:
+    """By the default policy; what it answers well, or refuses, shows that it works."""
+    remote.set_retry_policy(None)
+    for answer in (None, FileNotFoundError("no such file"), PermissionError("denied")):
+        url = f"https://new-{type(answer).__name__}/a.jsonl"
+        call = Calls(clock, None, 9, TimeoutError())
+        remote.retrying(url, lambda _: "a filesystem", kind=None)  # sends nothing
+        with pytest.raises(StorageError, match=r"gave up after 2 attempts in 24\.5 s"):
+            remote.retrying(url, call)
+        assert call.given == [12, 12]
+        with pytest.raises(EasypipeError) if answer else contextlib.nullcontext():
+            remote.retrying(url, Calls(clock, 0, 1 if answer else 0, answer or ValueError()))
+        call = Calls(clock, None, 9, TimeoutError())
+        with pytest.raises(StorageError, match=r"gave up after 3 attempts in 180\.0 s"):
+            remote.retrying(url, call)
+        assert call.given == [60, 60, 58.5]
+
+
+def test_a_policy_of_ones_own_holds_from_the_first_request(clock: Clock) -> None:
+    policy(attempts=2)
+    call = Calls(clock, None, 9, TimeoutError())
+    with pytest.raises(StorageError, match=r"gave up after 2 attempts in 121\.0 s"):
+        remote.retrying("https://never/a.jsonl", call)
+    assert call.given == [60, 60]
 
 
 NOW = "Wed, 21 Oct 2015 07:28:00 GMT"

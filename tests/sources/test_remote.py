@@ -440,6 +440,51 @@ def test_a_bucket(store: Store) -> None:
         open_files(f"{folder}/missing.jsonl", storage_options=options)
 
 
+@pytest.mark.parametrize("fault", [503, 429, "reset", "hang", "page"])
+def test_a_server_that_always_fails_is_told_of_soon(
+    web: WebServer, fault: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has answered is waited for."""
+    often = {"attempts": 99, "first_wait_s": 0.05, "attempt_timeout_s": 0.3}
+    monkeypatch.setattr(remote, "_answered", set())
+    monkeypatch.setattr(remote, "FIRST", remote.RetryPolicy(**often, deadline_s=1.0))
+    monkeypatch.setattr(remote, "DEFAULT", remote.RetryPolicy(**often, deadline_s=60.0))
+    remote.set_retry_policy(None)
+    web.faults.extend([fault] * 999)
+    began = time.monotonic()
+    with pytest.raises(SourceError, match=r"gave up after \d+ attempts in"):
+        open_files(f"{web.url}/data/c.jsonl")
+    assert time.monotonic() - began < 3
+    web.faults.clear()
+    source = open_files(f"{web.url}/data/c.jsonl")
+    web.faults.extend(["hang"] * 4)
+    assert source.shards[0].num_rows == 3000
+    assert not web.faults
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("name", ["*.jsonl", "c.jsonl"])
+def test_a_bucket_that_always_fails_is_told_of_soon(
+    store: Store, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pattern too, whose list may take longer where the store works."""
+    often = {"attempts": 99, "first_wait_s": 0.05, "attempt_timeout_s": 0.5}
+    monkeypatch.setattr(remote, "_answered", set())
+    monkeypatch.setattr(remote, "FIRST", remote.RetryPolicy(**often, deadline_s=1.0))
+    monkeypatch.setattr(remote, "DEFAULT", remote.RetryPolicy(**often, deadline_s=60.0))
+    remote.set_retry_policy(None)
+    folder = store.new()
+    store.filesystem.pipe_file(f"{folder}/c.jsonl", LINES)
+    with faulty(store) as (behind, proxy):
+        proxy.always, proxy.reads = 503, True
+        began = time.monotonic()
+        with pytest.raises((SourceError, StorageError), match="gave up after"):
+            open_files(f"{folder}/{name}", storage_options=behind.options)
+        assert time.monotonic() - began < 5
+        proxy.always = None
+        assert open_files(f"{folder}/{name}", storage_options=behind.options).shards
+
+
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("fault", [503, "reset", "hang"])
 def test_an_outage_of_a_bucket_is_told_by_the_deadline(store: Store, fault: object) -> None:

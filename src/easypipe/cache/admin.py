@@ -25,7 +25,7 @@ from easypipe.cache.manifest import Manifest, read_manifest
 from easypipe.cache.ranges import read_record
 from easypipe.core import locks, storage
 from easypipe.core.errors import CacheError, EasypipeError, require, require_known
-from easypipe.core.threads import Threads
+from easypipe.core.threads import each
 from easypipe.core.tree import Found, files_below
 
 YOUNG_S = 86_400.0
@@ -343,10 +343,7 @@ def _records(folder: CacheFolder, files: Mapping[str, Found]) -> list[tuple[str,
 
 def _each(folder: CacheFolder, work: Any, names: Sequence[str]) -> list[Any]:
     """Returns `work` of every name; several run at a time if each is a request."""
-    if not folder.remote:
-        return [work(name) for name in names]
-    with Threads(REQUESTS) as pool:
-        return list(pool.map(work, names))
+    return each(work, names, REQUESTS, "admin") if folder.remote else [*map(work, names)]
 
 
 def _token_files(datasets: Sequence[CachedDataset]) -> set[str]:

@@ -27,7 +27,7 @@ import pydantic
 
 from easypipe.core.aligned import AlignedColumn
 from easypipe.core.checked import checked_json, parse_checked, shaped
-from easypipe.core.config import digest
+from easypipe.core.config import digest, fields_of, to_dict
 from easypipe.core.errors import CacheError, DamagedFileError
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import TokenInfo
@@ -202,8 +202,8 @@ def total(counts: Iterable[Counts]) -> Counts:
     """Returns the sum of several counts."""
     sums: JsonObject = {}
     for each in counts:
-        for name, value in dataclasses.asdict(each).items():
-            if isinstance(value, dict):
+        for name, value in fields_of(each).items():
+            if isinstance(value, Mapping):
                 sums.setdefault(name, Counter()).update(value)
             elif value is not None:
                 sums[name] = sums.get(name, 0) + value
@@ -264,7 +264,7 @@ def fingerprint_of(tokenizer: TokenizerIdentity, parts: Iterable[Part]) -> str:
 
 def manifest_json(manifest: Manifest) -> bytes:
     """Returns the bytes of a manifest's file."""
-    values = dataclasses.asdict(manifest)
+    values = to_dict(manifest)
     if not manifest.aligned:  # written as before there were aligned columns
         del values["aligned"], values["counts"]["aligned"]
     return checked_json(values)

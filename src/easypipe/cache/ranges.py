@@ -21,7 +21,7 @@ from easypipe.cache.blocks import sums_of
 from easypipe.cache.folder import CacheFolder
 from easypipe.cache.manifest import FORMAT, Counts, Part, check_format
 from easypipe.core.checked import recall_checked, remember_checked, shaped
-from easypipe.core.config import digest
+from easypipe.core.config import digest, fields_of, to_dict
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Shard, ShardedSource, counted, identity_of
 from easypipe.core.remote import StorageOptions
@@ -147,8 +147,8 @@ def write_record(path: Path | str, record: Record, storage_options: StorageOptio
     """Commits the record of a range."""
     values = {
         **counts_json(record.counts),
-        **dataclasses.asdict(record.part),
-        "rejects": [dataclasses.asdict(reject) for reject in record.rejects],
+        **fields_of(record.part),
+        "rejects": to_dict(record.rejects),
         "shard_name": record.shard_name,
         "text": record.text,
         "text_bytes": record.text_bytes,
@@ -221,11 +221,8 @@ def record_of(values: Json, more: Sequence[Reject] = ()) -> Record:
 
 def counts_json(counts: Counts) -> JsonObject:
     """Returns the counts that a token file and the record of its range store."""
-    return {
-        name: value
-        for name, value in dataclasses.asdict(counts).items()
-        if name in _COUNTS and value is not None
-    }
+    values = fields_of(counts)
+    return {name: values[name] for name in _COUNTS if values[name] is not None}
 
 
 def counts_of(values: Json) -> Counts:

@@ -43,7 +43,7 @@ from easypipe.cache.ranges import (
 )
 from easypipe.cache.reader import TokenCache
 from easypipe.core import locks, storage
-from easypipe.core.config import digest
+from easypipe.core.config import digest, fields_of, to_dict
 from easypipe.core.errors import CacheError, MissingFileError, StorageError, require
 from easypipe.core.protocols import (
     ProgressEvent,
@@ -63,6 +63,7 @@ R = TypeVar("R", bound=RowsRead)
 # how many ranges may wait for the disk, or for a bucket, while others are tokenized
 SYNCS = 3
 UPLOADS = 8
+_telling = threading.RLock()  # several datasets may be prepared at once, and tell one listener
 
 
 @dataclass(kw_only=True, eq=False)
@@ -127,8 +128,11 @@ class CacheWriter(Generic[R]):
 
     def key(self) -> str:
         """Returns the key of the manifest, which is its name."""
-        ranges = [piece.key for piece in self.ranges()]
-        return digest("manifest", FORMAT, ranges, self.on_error, self.max_bad_rows)
+        return self._key(self.ranges())
+
+    def _key(self, ranges: Sequence[Range]) -> str:
+        keys = [piece.key for piece in ranges]
+        return digest("manifest", FORMAT, keys, self.on_error, self.max_bad_rows)
 
     def path(self) -> Path | str:
         """Returns the path or URL of the manifest, which need not exist yet."""
@@ -168,7 +172,9 @@ class CacheWriter(Generic[R]):
         """
         with self._lock:
             if self._cache is None or again:
-                self._cache = self._opened() or self._filled()
+                ranges = self.ranges()
+                key = self._key(ranges)
+                self._cache = self._opened(key) or self._filled(key, ranges)
                 if not self.folder.temporary:
                     self.when_made(self._cache.manifest.key)
             return self._cache
@@ -199,12 +205,11 @@ class CacheWriter(Generic[R]):
                 budget.charge(record)
         return work.num_rows
 
-    def _opened(self) -> TokenCache | None:
+    def _opened(self, key: str) -> TokenCache | None:
         """Returns the cache; None if it was never finished, or if a file is gone or damaged.
 
         The caller then makes what is missing.
         """
-        key = self.key()
         try:
             cache = TokenCache(self.folder.manifest(key), dataset=self.dataset, folder=self.folder)
             if self.folder.holds_quarantine(cache.manifest):
@@ -222,11 +227,11 @@ class CacheWriter(Generic[R]):
         log.warning("dataset %s: the token cache is prepared again: %s", self.dataset, why)
         return None
 
-    def _filled(self) -> TokenCache:
+    def _filled(self, key: str, ranges: Sequence[Range]) -> TokenCache:
         """Makes the ranges that are missing, then the manifest."""
-        ranges, key, source = self.ranges(), self.key(), self.source
+        source = self.source
         with locks.preparing(self.folder.local, key, self.dataset) as waited:
-            if waited and (opened := self._opened()):
+            if waited and (opened := self._opened(key)):
                 return opened
             storage.sweep(self.folder.local)
             work, started = _Work(self, ranges), time.perf_counter()
@@ -297,37 +302,42 @@ class _Work(Generic[R]):
         self.num_rows = sum(piece.stop - piece.start for piece in ranges)
 
     def records(self) -> Generator[Record]:
-        """Yields the record of each range in order, whatever order they are finished in.
+        """Yields the record of each range in order, whatever order they are finished in."""
+        rows = 0
+        # a single range needs no thread
+        made = self._by_threads() if len(self._ranges) > 1 else map(self._process, self._ranges)
+        for record in made:
+            yield record
+            rows += record.counts.rows
+            self._text_bytes += record.text_bytes
+            self._encoders.add(record.encoder)
+            event = ProgressEvent(
+                stage=self._writer.stage,
+                dataset=self._writer.dataset,
+                done=rows,
+                total=self.num_rows,
+                unit="rows",
+                num_bytes=self._text_bytes,
+            )
+            with _telling:
+                self._writer.progress(event)
 
-        A bounded number is under way. There are a few threads more than work at a time, as
-        committing is waiting for the disk or the store.
+    def _by_threads(self) -> Generator[Record]:
+        """Does what `records` does, with a bounded number of ranges under way.
+
+        There are a few threads more than work at a time, as committing is waiting for the disk or
+        the store.
         """
         under_way: deque[Future[Record]] = deque()
-        waiting, rows = iter(self._ranges), 0
+        waiting = iter(self._ranges)
         threads = self._workers + (UPLOADS if self._folder.remote else SYNCS)
-        pool = Threads(
-            max(1, min(threads, len(self._ranges))), thread_name_prefix="easypipe-tokenize"
-        )
+        pool = Threads(min(threads, len(self._ranges)), thread_name_prefix="easypipe-tokenize")
         most = max(2 * self._workers, threads)
         try:
             for _ in self._ranges:
                 while len(under_way) < most and (piece := next(waiting, None)) is not None:
                     under_way.append(pool.submit(self._process, piece))
-                record = under_way.popleft().result()
-                yield record
-                rows += record.counts.rows
-                self._text_bytes += record.text_bytes
-                self._encoders.add(record.encoder)
-                self._writer.progress(
-                    ProgressEvent(
-                        stage=self._writer.stage,
-                        dataset=self._writer.dataset,
-                        done=rows,
-                        total=self.num_rows,
-                        unit="rows",
-                        num_bytes=self._text_bytes,
-                    )
-                )
+                yield under_way.popleft().result()
         finally:
             self._stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
@@ -397,7 +407,7 @@ class _Work(Generic[R]):
                     **counts_json(documents.counts),
                     "content": encoder.content(batch),
                     "encoder": encoder.backend,
-                    "rejects": [dataclasses.asdict(one) for one in kept_rejects(documents.rejects)],
+                    "rejects": to_dict(kept_rejects(documents.rejects)),
                 }
                 found = said, TokenStamp(num_bytes=0, checksum="")
                 self._count(documents_encoded=rows.num_texts, ranges_written=1)
@@ -412,7 +422,7 @@ class _Work(Generic[R]):
             {
                 **said,
                 **where,
-                **dataclasses.asdict(stamp),
+                **fields_of(stamp),
                 "file": file if said["docs"] else "",
                 "shard_name": name,
                 "text": text,

@@ -132,9 +132,14 @@ def fields_of(value: Any, *, secret: bool = True) -> Arguments:
         value: A config or a dataclass.
         secret: Whether to include fields marked `metadata={'secret': True}`.
     """
-    fields = (f for f in dataclasses.fields(value) if secret or not f.metadata.get("secret"))
     # not dataclasses.asdict, which converts nested dataclasses too
-    return {f.name: getattr(value, f.name) for f in fields}
+    return {name: getattr(value, name) for name in _names_of(type(value), secret)}
+
+
+@functools.cache
+def _names_of(cls: type[Any], secret: bool) -> tuple[str, ...]:
+    fields = (f for f in dataclasses.fields(cls) if secret or not f.metadata.get("secret"))
+    return tuple(f.name for f in fields)
 
 
 def declared(cls: Any, name: str, default: T) -> T:
@@ -285,14 +290,14 @@ def to_dict(value: Any) -> Any:
 
     Fields marked `metadata={'secret': True}` are left out.
     """
+    if value is None or isinstance(value, (bool, int, float, str)):  # most values, told first
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: to_dict(option) for name, option in fields_of(value, secret=False).items()}
     if isinstance(value, Mapping):
         return {str(key): to_dict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_dict(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):

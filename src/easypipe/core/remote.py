@@ -116,13 +116,20 @@ class RetryPolicy:
 
 FEW = 5
 
-_policy = RetryPolicy()
+# The default, and what it is until a host has answered this process: a config that names a server
+# that is down, or no server, is told of within half a minute.
+DEFAULT = RetryPolicy()
+FIRST = RetryPolicy(attempt_timeout_s=12.0, deadline_s=25.0)
+_policy = DEFAULT
 
 
 def set_retry_policy(policy: RetryPolicy | None) -> None:
-    """Sets the policy of this process from now on; None brings the default back."""
+    """Sets the policy of this process from now on; None brings the default back.
+
+    Another policy than the default holds from the first request to a host.
+    """
     global _policy
-    _policy = policy or RetryPolicy()
+    _policy = policy or DEFAULT
 
 
 class ShortReadError(OSError):
@@ -151,7 +158,7 @@ def retrying(
     *,
     options: StorageOptions = None,
     num_bytes: int = 0,
-    kind: str = "",
+    kind: str | None = "",
 ) -> T:
     """Returns `call(timeout_s)`, called again and again while it fails for passing reasons.
 
@@ -161,13 +168,14 @@ def retrying(
         options: The storage_options, whose secrets are hidden.
         num_bytes: The bytes that are sent or received.
         kind: A name for requests that take equally long for one host and size, so that stalled ones
-            are recognised and given up; "": nothing is known about them.
+            are recognised and given up; "": nothing is known about them; None: `call` sends none.
 
     Raises:
         MissingFileError: Nothing is there.
         StorageError: Any other failure; it names the public URL, the attempts and the last cause.
     """
-    policy, started, attempt, stalls = _policy, time.monotonic(), 0, 0
+    policy = FIRST if _policy is DEFAULT and never_answered(url) else _policy
+    started, attempt, stalls = time.monotonic(), 0, 0
     extra = num_bytes / SLOWEST_BYTES_PER_S
     deadline = started + policy.deadline_s + extra
     times = _times[_host(url), kind, num_bytes.bit_length()] if kind else None
@@ -180,18 +188,21 @@ def retrying(
             answer = call(max(0.001, min(patience, deadline - began)))
             if times:
                 times.add(time.monotonic() - began)
-            _answered.add(_host(url))
+            if kind is not None:
+                _answered.add(_host(url))
             return answer
         except EasypipeError:
             raise
         except Exception as error:  # noqa: BLE001  (libraries of every store have trees of their own; all of it is raised again below)
             failure = error
         if not is_passing(failure):
+            if not any(map(_lasting, causes_of(failure))):  # it says no, but it answers
+                _answered.add(_host(url))
             break
         cut = patience < most and time.monotonic() - began >= patience
         stalls += cut
         wait = 0.0 if cut else _wait(policy, attempt, failure)
-        unknown = _nobody_there(failure) and _host(url) not in _answered
+        unknown = _nobody_there(failure) and never_answered(url)
         few = unknown or any(isinstance(link, PackedError) for link in causes_of(failure))
         tries = min(policy.attempts, FEW) if few else policy.attempts
         if attempt >= tries or time.monotonic() + wait >= deadline:
@@ -230,6 +241,11 @@ _times: defaultdict[tuple[str, str, int], _Times] = defaultdict(_Times)
 
 # hosts that answered this process: if one of them is down now, it is waited for
 _answered: set[str] = set()
+
+
+def never_answered(url: str) -> bool:
+    """Returns whether the host of a URL has not answered this process yet."""
+    return _host(url) not in _answered
 
 
 def _nobody_there(error: BaseException) -> bool:

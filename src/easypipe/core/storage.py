@@ -43,6 +43,7 @@ from easypipe.core.remote import (
     http_options,
     http_range,
     is_http,
+    never_answered,
     public_url,
     remote_call,
     retrying,
@@ -59,7 +60,7 @@ HASHED_BYTES = 1 << 18
 TEMPORARY = ".tmp-"
 
 # a folder is swept again after this many times the seconds that the last sweep took
-SWEPT_SELDOM = 20
+SWEPT_SELDOM = 100
 OLD_S = 86_400.0  # a temporary file that was not written to for so long has no writer
 
 _sweep_again: dict[Path, float] = {}  # when a folder may be swept again, by time.monotonic
@@ -267,7 +268,7 @@ def names_in(folder: str | Path, storage_options: StorageOptions = None) -> list
 
     if is_remote(folder):
         try:
-            found = ask(folder, storage_options, call)
+            found = ask_long(folder, storage_options, call)
         except MissingFileError:
             return []
     else:
@@ -307,7 +308,7 @@ def ask(
     storage_options: StorageOptions,
     call: Callable[[AbstractFileSystem, str, float], T],
     num_bytes: int = 0,
-    kind: str = "",
+    kind: str | None = "",
 ) -> T:
     """Calls a store, again if that fails for a passing reason.
 
@@ -328,6 +329,24 @@ def ask(
         return call(fs, name, timeout_s)
 
     return retrying(str(path), attempt, options=storage_options, num_bytes=num_bytes, kind=kind)
+
+
+def ask_long(
+    path: str | Path,
+    storage_options: StorageOptions,
+    call: Callable[[AbstractFileSystem, str, float], T],
+) -> T:
+    """Does what `ask` does, for lists, which may take minutes to come.
+
+    A host that has not answered yet is asked for something short first: little time is given to it.
+    """
+    if never_answered(str(path)):
+        try:
+            ask(path, storage_options, _fresh_info)
+        except EasypipeError:
+            if never_answered(str(path)):
+                raise
+    return ask(path, storage_options, call)
 
 
 def read_json(path: str | Path, storage_options: StorageOptions = None) -> Any:
@@ -397,15 +416,16 @@ def commit_file(
     """
     done: list[Stamp] = []
     remote = is_remote(path)
-    target = str(path) if remote else str(_local(path))
+    local = Path(path) if remote else _local(path)
+    target = str(path) if remote else str(local)
     with raising(StorageError, target, "cannot be written", "Check the path and permissions."):
         if remote:
             folder = Path(tempfile.mkdtemp(prefix="easypipe-"))
             temporary = folder / "commit"
         else:
-            if _is_device(Path(target)):  # renaming a file to its name would replace it
+            if _is_device(local):  # renaming a file to its name would replace it
                 raise FileExistsError(errno.EEXIST, "it is a pipe, a socket or a device")
-            temporary, folder = temporary_of(Path(target)), None
+            temporary, folder = temporary_of(local), None
     try:
         _step("write", target)
         try:
@@ -418,7 +438,7 @@ def commit_file(
                 _put(temporary, target, storage_options)
             else:
                 os.replace(temporary, target)
-                sync(Path(target).parent)
+                sync(local.parent)
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
@@ -558,9 +578,11 @@ def temporary_of(target: Path) -> Path:
 
 def make_folder(folder: Path) -> None:
     """Makes a local folder with those above it, and returns when they are on the disk."""
-    missing = list(itertools.takewhile(lambda one: not one.is_dir(), (folder, *folder.parents)))
-    if missing:
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_dir():
+        return
+    missing = itertools.takewhile(lambda one: not one.is_dir(), (folder, *folder.parents))
+    missing = list(missing)
+    folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
         with contextlib.suppress(PermissionError):  # one may write there, but not read
             sync(made.parent)
@@ -628,7 +650,8 @@ def _is_device(path: Path) -> bool:
 
 
 def _local(path: str | Path) -> Path:
-    return Path(os.path.expanduser(str(path).removeprefix("file://")))  # Path.expanduser may raise
+    text = os.path.expanduser(str(path).removeprefix("file://"))  # Path.expanduser may raise
+    return path if isinstance(path, Path) and str(path) == text else Path(text)
 
 
 def sync(path: Path) -> None:

@@ -1,15 +1,16 @@
 # pyright: strict
-"""A pool of threads that raises EasypipeError when the machine gives no more threads."""
+"""Pools of threads that raise EasypipeError when the machine gives no more threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from easypipe.core.errors import EasypipeError, raising
 
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -20,3 +21,17 @@ class Threads(ThreadPoolExecutor):
         fix = "Raise the limits of memory and threads (ulimit -v, ulimit -u, the container's)."
         with raising(EasypipeError, "threads", "none can be started", fix, RuntimeError):
             return super().submit(fn, *args, **kwargs)
+
+
+def each(fn: Callable[[S], T], items: Sequence[S], most: int, name: str) -> list[T]:
+    """Returns `fn` of every item, made by at most so many threads; for one at a time there is none.
+
+    After an item that fails no more are begun.
+
+    Raises:
+        EasypipeError: No thread starts.
+    """
+    if min(most, len(items)) < 2:
+        return [fn(item) for item in items]
+    with Threads(min(most, len(items)), thread_name_prefix=f"easypipe-{name}") as pool:
+        return list(pool.map(fn, items))

@@ -57,7 +57,7 @@ def files_below(folder: str | Path, storage_options: StorageOptions = None) -> d
         }
 
     try:
-        return dict(sorted(storage.ask(folder, storage_options, call).items()))
+        return dict(sorted(storage.ask_long(folder, storage_options, call).items()))
     except MissingFileError:
         return {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from easypipe.core.errors import SchemaError, SourceError
 from easypipe.core.protocols import ShardedSource, bad_of, scan
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import data_columns, without_row_numbers
-from easypipe.core.threads import Threads
+from easypipe.core.threads import each
 from easypipe.core.values import Arguments, Row, Settings
 from easypipe.core.visible import bytes_text
 from easypipe.discovery.findings import Column, Part
@@ -145,9 +144,9 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
         reads = {**found.reads, "text_unit": unit}
         found = replace(found, reads=reads, because=(f"text_unit = {unit!r}: {why}",))
         look = replace(look, text_unit=unit)
-    with Threads(8, thread_name_prefix="easypipe-discover") as pool:
-        sizes = [HEAD_BYTES if i < HEADS else OTHER_HEAD_BYTES for i in range(len(files))]
-        tried = list(pool.map(functools.partial(_open, found.format, look), files, sizes))
+    sizes = [HEAD_BYTES if i < HEADS else OTHER_HEAD_BYTES for i in range(len(files))]
+    heads = [*zip(files, sizes, strict=True)]
+    tried = each(lambda head: _open(found.format, look, *head), heads, 8, "discover")
     opened = [one for one in tried if isinstance(one, _Opened)]
     errors = [one for one in tried if isinstance(one, SourceError)]
     if not opened:

@@ -33,7 +33,7 @@ from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo, bad
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import ROW_NUMBER, with_row_numbers
 from easypipe.core.text import not_utf8
-from easypipe.core.threads import Threads
+from easypipe.core.threads import each
 from easypipe.core.values import Int64
 from easypipe.sources.files import DataFiles, resolve
 from easypipe.sources.formats.streams import PlainBytes
@@ -340,9 +340,8 @@ class FileSource(Source):
                 raise file.error("is empty (0 bytes)", "Remove it from data_files.")
             return self._survey(file)
 
-        workers = min(len(self.files), 16 if self.files[0].remote else (os.cpu_count() or 1))
-        with Threads(workers, thread_name_prefix="easypipe-index") as pool:
-            surveys = list(pool.map(one, self.files))  # after a failure, map starts no more
+        most = 16 if self.files[0].remote else (os.cpu_count() or 1)
+        surveys = each(one, self.files, most, "index")
         found = [
             _with_partitions(file, survey.schema)
             for file, survey in zip(self.files, surveys, strict=True)

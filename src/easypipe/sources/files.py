@@ -36,7 +36,7 @@ from easypipe.core.errors import (
     require,
 )
 from easypipe.core.remote import StorageOptions
-from easypipe.core.threads import Threads
+from easypipe.core.threads import each
 from easypipe.core.values import Json
 from easypipe.sources.refs import (
     EXTENSIONS,
@@ -94,8 +94,7 @@ def resolve(
         "Give a path, a glob, a folder, a URL, or a list of them.",
     )
     kinds = tuple(EXTENSIONS) if extensions is None else tuple(extensions)
-    with Threads(ASKED, thread_name_prefix="easypipe-list") as pool:
-        listed = list(pool.map(partial(_listed, storage_options, kinds), patterns))
+    listed = each(partial(_listed, storage_options, kinds), patterns, ASKED, "list")
     found: list[FileRef] = []
     known: dict[tuple[int, int] | str, str] = {}  # the path of each `_inode`
     for text, files in listed:
@@ -418,9 +417,10 @@ def resolve_remote(
 
     def call(method: str, **kwargs: Any) -> Any:
         use = lambda fs, path, s: remote.remote_call(fs, method, s, path, **kwargs)  # noqa: E731
-        return storage.ask(text, storage_options, use)
+        asked = storage.ask if method == "info" else storage.ask_long
+        return asked(text, storage_options, use)
 
-    fs, path = storage.ask(text, storage_options, lambda fs, path, _: (fs, path))
+    fs, path = storage.ask(text, storage_options, lambda fs, path, _: (fs, path), kind=None)
     fs.invalidate_cache()
 
     def ref(found: str, info: Json) -> FileRef:

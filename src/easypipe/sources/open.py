@@ -62,13 +62,14 @@ def open_files(
         require_known(type, FORMATS, "type", f"{type!r} is not a file format")
     if type is None:
         by_format: dict[str | None, str] = {}
-        for file in resolve(data_files, options.get("storage_options")):
+        named, data_files = data_files, resolve(data_files, options.get("storage_options"))
+        for file in data_files:
             by_format.setdefault(format_of(file.path), file.path)
         if None in by_format:
             raise _unknown(by_format[None])
         if len(by_format) > 1:
             raise SourceError(
-                at=str(data_files),
+                at=str(named),
                 problem="files of several formats: "
                 + ", ".join(f"{path} ({kind})" for kind, path in by_format.items()),
                 fix="Give one format by type= or by a glob, and the others as datasets of their "

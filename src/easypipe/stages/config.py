@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -63,6 +63,11 @@ class PipelineConfig:
     pack: PackStageConfig | None = None
     save: SaveStageConfig | None = None
     load: LoadStageConfig | None = None
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, DatasetConfig]:
+        """The datasets by name, made once: each of thousands of them is looked up."""
+        return {str(dataset.name): dataset for dataset in self.datasets}
 
     def validate(self) -> list[str]:
         """Returns what is wrong between the parts; each part has checked itself when it was made.
@@ -206,6 +211,6 @@ def tokenizer_config_of(name: str, context: PipelineContext) -> TokenizerConfig 
     return (own and own.tokenizer) or settings_of(context).default_tokenizer
 
 
-def datasets_of(context: PipelineContext) -> dict[str, DatasetConfig]:
+def datasets_of(context: PipelineContext) -> Mapping[str, DatasetConfig]:
     """Returns the configs of the datasets by name, in their order."""
-    return {str(dataset.name): dataset for dataset in settings_of(context).datasets}
+    return settings_of(context)._by_name

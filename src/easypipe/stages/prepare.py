@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from easypipe.core import storage
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.core.threads import each
 from easypipe.save import saved
 from easypipe.save.verify import cache_folder_of, verify
 from easypipe.save.write_folder import write_folder
@@ -22,6 +24,11 @@ from easypipe.stages.save import SaveStage, rows_of
 from easypipe.stages.tokenize.documents import EncodedSource, cached_of, require_documents
 
 log = logging.getLogger("easypipe")
+
+# Files of a dataset so small take less time to tokenize than to commit, which is waiting for the
+# disk: as many such datasets are prepared at the same time.
+SMALL_BYTES = 1 << 20
+AT_ONCE = 8
 
 # the stages of a pipeline, each with what it made
 Steps = Sequence[tuple[BaseStage, Mapping[str, ShardedSource]]]
@@ -92,8 +99,8 @@ def prepare_sources(
         data: The sources at the end of the chain.
         num_epochs: How many epochs are planned; None: without end.
     """
-    for documents in documents_of(data, context):
-        documents.materialize()
+    for at_once, some in itertools.groupby(documents_of(data, context), _at_once):
+        each(EncodedSource.materialize, [*some], at_once, "prepare")
     # Temporary files of a killed process: if another process wrote what it was writing, no one else
     # cleans them up.
     for name in ("indexes", "manifests", CONFIGS):
@@ -102,6 +109,13 @@ def prepare_sources(
         if planned is not None:
             rows = planned.prepare(num_epochs).plan(num_epochs).num_rows
             log.info("%s: %s rows are planned", name, rows or "endless")
+
+
+def _at_once(documents: EncodedSource) -> int:
+    """Returns how many datasets like this one are prepared at the same time."""
+    sizes = [shard.num_bytes for shard in documents.shards]
+    small = min(sizes, default=0) > 0 and sum(sizes) <= SMALL_BYTES  # 0: unknown
+    return documents.writer.num_workers or AT_ONCE if small else 1
 
 
 def documents_of(

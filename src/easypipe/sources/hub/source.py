@@ -19,7 +19,7 @@ import pyarrow as pa
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, require
 from easypipe.core.protocols import Scan, Shard, Source
-from easypipe.core.threads import Threads
+from easypipe.core.threads import each
 from easypipe.core.values import Arguments
 from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
 from easypipe.sources.formats.txt import TextUnit
@@ -211,8 +211,7 @@ class HuggingFaceShardedSource(Source):
             if self._rows is None:
                 get = partial(self._hub.ready, commit=self.commit, whole=self.kind not in BY_RANGES)
                 if self._num_rows is None:
-                    with Threads(DOWNLOADS, thread_name_prefix="easypipe-hub") as pool:
-                        ready = list(pool.map(get, self.files))
+                    ready = each(get, self.files, DOWNLOADS, "hub")
                 else:
                     ready, rows = [], 0
                     for file in self.files:

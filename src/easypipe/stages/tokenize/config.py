@@ -17,7 +17,7 @@ class TokenizeStageConfig:
             None keeps all.
         batch_size: Texts encoded at a time; affects memory and speed, never tokens.
         num_workers: Ranges of rows that are read and encoded at a time, each held in memory; None
-            takes one per core.
+            takes one per core. Of datasets below 1 MB so many, or 8, are prepared at a time.
         cache_tokenized: False is cache_enabled=False for every dataset; None and True keep tokens.
             Streaming keeps none, and with True a warning says so.
         remove_columns: Columns of the sources that do not stay beside the tokens of saved

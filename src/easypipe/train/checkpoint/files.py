@@ -17,7 +17,7 @@ from pathlib import Path
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, read_checked, shaped
 from easypipe.core.errors import EasypipeError
-from easypipe.core.threads import Threads
+from easypipe.core.threads import each
 
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints in a run's output_dir
 CHECKSUMS = "checksums.json"  # {"files": {path in the checkpoint: [bytes, XXH3-128 in hex]}}
@@ -160,8 +160,8 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
 
 def _stamps(files: Iterable[Path]) -> list[list[int | str]]:
     """Returns [bytes, checksum] of each file."""
-    with Threads(_AT_ONCE, thread_name_prefix="easypipe checksums") as pool:
-        return [[stamp.num_bytes, stamp.checksum] for stamp in pool.map(storage.checksum, files)]
+    stamps = each(storage.checksum, [*files], _AT_ONCE, "checksums")
+    return [[stamp.num_bytes, stamp.checksum] for stamp in stamps]
 
 
 def _name(checkpoint: Path, file: Path) -> str:

@@ -10,14 +10,14 @@ import functools
 import importlib.metadata
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from easypipe.core.checked import recall_checked, remember_checked, shaped
-from easypipe.core.config import digest
+from easypipe.core.config import digest, to_dict
 from easypipe.core.random import fold, permute
 from easypipe.transforms.tokenizer import fast
 
@@ -127,7 +127,7 @@ def recall(folder: Path | None, fingerprint: str) -> Verdict | None:
 def remember(folder: Path | None, fingerprint: str, verdict: Verdict) -> None:
     """Keeps a verdict in the cache folder; None keeps nothing."""
     if folder is not None:
-        remember_checked(_memo(folder, fingerprint), asdict(verdict))
+        remember_checked(_memo(folder, fingerprint), to_dict(verdict))
 
 
 def _memo(folder: Path, fingerprint: str) -> Path:
