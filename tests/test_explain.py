@@ -57,6 +57,7 @@ def assert_explains(loader: Loader, batches: list[dict[str, np.ndarray]], *, eos
                 text = lines(s.file)[s.row]
                 tokens = encode.reference_encode(text)
                 assert s.document_tokens == len(tokens)
+                assert s.token_stop <= len(tokens)  # an EOS that packing added is not stored
                 expected = tokens[s.token_start : s.token_stop] + (
                     [encode.eos_token_id] if s.ends_with_eos else []
                 )

@@ -50,6 +50,15 @@ def test_samples_of_a_template_alone() -> None:
     assert [piece.masked for piece in one.pieces] == [True, False, True, False]
 
 
+def test_the_reason_of_the_first_form_is_told_that_is_not_refused() -> None:
+    source = (
+        "{% for m in messages %}{{ raise_exception('only text') if m.content is not string }}"
+        "{{ m.role }}: {{ m.content | upper }}<|end|>{% endfor %}"
+    )
+    (one, *_) = masks(source)
+    assert str(one.reason).startswith("unproven_spans: "), one.reason
+
+
 def test_what_looks_like_a_special_token_of_a_template_alone() -> None:
     seen = ["<|im_end|>", "<end_of_turn>", "<SPECIAL_12>", "[/INST]", "[|endofturn|]", "</s>"]
     assert TOKEN.findall("a < b > [c] ".join(seen)) == seen

@@ -296,7 +296,10 @@ def test_what_is_not_there(hub: WebServer) -> None:
 
 def test_converted_copy(hub: WebServer, caplog: pytest.LogCaptureFixture) -> None:
     publish(hub, "org/script", {"script.py": b"code"})
-    files = {"plain/train/0000.parquet": parquet(0, 5), "plain/test/0000.parquet": parquet(5, 5)}
+    files = {
+        "plain/partial-train/0000.parquet": parquet(0, 5),  # a large split is converted in part
+        "plain/test/0000.parquet": parquet(5, 5),
+    }
     publish(
         hub,
         "org/script",
@@ -308,6 +311,7 @@ def test_converted_copy(hub: WebServer, caplog: pytest.LogCaptureFixture) -> Non
         source = HuggingFaceShardedSource("org/script", split="test")
     assert "the Hub's parquet copy" in caplog.text
     assert texts(source) == [f"row {i}" for i in range(5, 10)]
+    assert texts(HuggingFaceShardedSource("org/script")) == [f"row {i}" for i in range(5)]
 
 
 def test_several_formats(hub: WebServer) -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -371,6 +372,17 @@ def test_a_good_verdict_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert small_tokenizer().prove(pa.array(["x"]), of="d", memo=tmp_path).name == "gigatoken"
 
 
+@pytest.mark.parametrize("package", ["fast.version", "_reference_version"])
+def test_a_verdict_is_of_the_versions_that_it_was_found_with(
+    package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    verdict = proof.Verdict(True, "equal")
+    proof.remember(tmp_path, "a tokenizer", verdict)
+    assert proof.recall(tmp_path, "a tokenizer") == verdict
+    monkeypatch.setattr(f"{proof.__name__}.{package}", lambda: "0.0.1")
+    assert proof.recall(tmp_path, "a tokenizer") is None
+
+
 def test_nulls_are_refused() -> None:
     with pytest.raises(TokenizerError, match="1 of 2 texts are null"):
         small_tokenizer().encode_column(pa.array(["a", None]))
@@ -639,6 +651,23 @@ def test_a_hub_name_is_answered_at_once_where_the_hub_is_not_reached(
         ):
             load_tokenizer("a/b")
         assert time.monotonic() - began < 5
+
+
+def test_a_host_that_was_not_reached_is_asked_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(reachable, "CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    assert str(reachable.hub_unreachable(url)).startswith(f"127.0.0.1:{port}: ")
+    with socket.create_server(("127.0.0.1", port)):
+        assert reachable.hub_unreachable(url) is not None
+        monkeypatch.setattr(reachable, "FAILED_S", 0.0)
+        assert reachable.hub_unreachable(url) is None
 
 
 @contextlib.contextmanager

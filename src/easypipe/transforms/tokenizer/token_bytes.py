@@ -153,7 +153,7 @@ def _trims(part: Any) -> bool:
     if not isinstance(part, dict):
         return False
     if part.get("type") == "ByteLevel":
-        return bool(part.get("trim_offsets", True))
+        return bool(part["trim_offsets"])
     return any(_trims(one) for one in part.get("processors") or [])
 
 
