@@ -100,6 +100,8 @@ def test_the_loss_is_the_divergence_by_hand(
 ) -> None:
     monkeypatch.setattr(distill, "GATHERED", 500)  # several pieces
     module, given = model(nnx.Rngs(0)), batch(top)
+    if top > 1:  # the teacher is sure of one token
+        given["teacher_log_probs"][:, 4::5] = [0.0, *[-np.inf] * (top - 1)]
     weights = np.random.default_rng(2).choice([0.25, 1, 3], given["labels"].shape)
     given |= {"loss_weights": weights.astype(np.float32)} if weighted else {}
     weights = weights if weighted else np.ones_like(weights)
