@@ -13,6 +13,7 @@ import yaml
 
 from chat_support import CHATML, MARKED, REASONING, chat_tokenizer, talk
 from easypipe.cli import main
+from easypipe.previews import parity
 from easypipe.previews.parity import _differing, _Pair
 from easypipe.transforms.chat.spans import OPEN, Rendered
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
@@ -130,6 +131,21 @@ def test_a_mask_that_differs_is_told_with_its_token() -> None:
     assert said.startswith("row 3: token 0, ")
     assert said.endswith("is a target here, and not with transformers")
     assert [*_differing(pair, ids, [0] * len(ids), tokenizer)] == []
+
+
+def test_a_token_that_transformers_does_not_write_is_a_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only an EOS that closes a text is written here alone."""
+    usual = parity._named
+
+    def shorter(tokenizer: Any) -> Any:
+        named = usual(tokenizer)
+        return lambda text, **options: {"input_ids": named(text, **options)["input_ids"][:-1]}
+
+    monkeypatch.setattr(parity, "_named", shorter)
+    assert main(["parity", written(tmp_path, [{"text": "Four."}])]) == 1
+    assert "and with transformers nothing" in " ".join(capsys.readouterr().out.split())
 
 
 def test_rows_that_are_refused_or_not_closed_are_noted(

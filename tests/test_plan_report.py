@@ -391,6 +391,17 @@ def test_the_plot_of_the_mixture_shows_shares_of_tokens_that_end_in_those_of_the
         assert asked.get_ydata() == pytest.approx([mix["weights"][name]] * len(steps))
 
 
+def test_the_last_tenth_of_a_run_is_no_step_longer() -> None:
+    shares = {"requested": {}, "realised": {}}
+    seen = [
+        {"step": step, "tokens": {"a": int(step == 10), "b": int(step < 10)}, **shares}
+        for step in range(1, 11)
+    ]
+    lines = plot.mixture_lines({"datasets": [{"name": "a"}], "by_step": seen})["a"]
+    assert lines["lately"] == [0.0] * 9 + [1.0]
+    assert lines["so far"][-1] == 0.1
+
+
 def test_more_steps_than_there_are(tmp_path: Path) -> None:
     report = mixed(tmp_path).plan(10_000)
     assert report.steps == report.steps_available < 10_000

@@ -170,6 +170,8 @@ def test_packed_rows_show_segments_and_cuts(tmp_path: Path) -> None:
     assert all(segment.segment.is_part for segment in cut)
     assert any("of the document are not here" in text for segment in cut for text in segment.cuts)
     assert str(shown).count("slots padding") == 6
+    told = [f"      cut: {text}" for segment in cut for text in segment.cuts]
+    assert [line for line in str(shown).splitlines() if line.lstrip().startswith("cut:")] == told
 
 
 def test_the_other_answer_of_a_pair_is_no_cut(tmp_path: Path) -> None:

@@ -277,6 +277,9 @@ def test_a_tokenizer_of_ones_own_encodes_rows_of_text() -> None:
     assert batches[0]["labels"][0, 0] == ord("b")
     made = LanguageModelingDataCollator(Letters())([{"text": "ab"}])
     assert made["input_ids"].tolist() == [[97, 98]]
+    ended = type("Ended", (Letters,), {"pad_token_id": 3, "eos_token_id": 7})()
+    made = LanguageModelingDataCollator(ended)([{"text": "ab"}, {"text": "a"}])
+    assert made["input_ids"].tolist() == [[97, 98], [97, 3]]  # EOS pads where there is no pad token
     with pytest.raises(
         SourceError,
         match=r"tokenizer: Broken.encode gave str. Let it give a list of ids, or a dict with "

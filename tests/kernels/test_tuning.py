@@ -404,6 +404,13 @@ def test_tune_times_nothing_that_is_wrong(monkeypatch):
     assert trials[1].failure.startswith("wrong values: d_lm_head differs from the reference by ")
 
 
+def test_what_is_no_number_is_wrong():
+    wanted = (jnp.ones(()), jnp.ones((2, 2)), jnp.ones((2, 2)))
+    found = (*wanted[:2], wanted[2].at[0, 0].set(jnp.nan))
+    assert str(tune._problem(found, wanted, "float32")).startswith("wrong values: d_lm_head")
+    assert tune._problem(wanted, wanted, "float32") is None
+
+
 def test_the_kernels_pass_the_check_that_tune_makes(monkeypatch):
     """Interpreted: their values are within what counts as rounding."""
     interpreted = (

@@ -211,6 +211,13 @@ def test_reasoning_is_context_and_no_target_where_it_is_masked(inside: bool) -> 
     assert "hm\n</think>" in whole.render(row).text
 
 
+def test_a_thought_that_the_row_only_closes_is_masked_up_to_there() -> None:
+    """Where templates open it in the prompt of the model, rows hold what the model wrote."""
+    row = {"messages": talk("Why?", "hm\n</think>\n\nSo.")}
+    for template in ("chatml", CHATML):
+        assert trained(row, template=template, reasoning="mask") == [f"\n\nSo.{END}"]
+
+
 def test_calls_behind_reasoning_are_trained_with_what_opens_them() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     calls = thought("", "hm") | {"tool_calls": [call]}
