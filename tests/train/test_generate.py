@@ -14,7 +14,15 @@ from easypipe.core.errors import ConfigError
 from easypipe.train import load_pretrained
 from easypipe.train.model.attention import KVCache
 from easypipe.train.model.decoder import Decoder, ModelConfig
-from easypipe.train.model.generate import PIECE, STEPS, cache_bytes, generate
+from easypipe.train.model.generate import (
+    PIECE,
+    STEPS,
+    Sampling,
+    _Rows,
+    _write,
+    cache_bytes,
+    generate,
+)
 from train.hf_support import CONFIGS, tensors, write_model
 
 VOCAB = 31
@@ -77,6 +85,19 @@ def test_the_cache_has_the_bytes_that_are_said() -> None:
     assert cache_bytes(config, 3, 2 * PIECE + 1) == 2 * 2 * 3 * (3 * PIECE) * 1 * 8 * 2
     cache = KVCache.empty(CONFIG, 3, 3 * PIECE)
     assert cache_bytes(CONFIG, 3, 3 * PIECE) == cache.keys.nbytes + cache.values.nbytes
+
+
+def test_writing_holds_the_cache_once_and_one_layer_of_it_again() -> None:
+    config, count, length = dataclasses.replace(CONFIG, num_layers=8), 4, 8 * PIECE
+    graph, state = nnx.split(Decoder(config, nnx.Rngs(1)))
+    none = np.zeros(count, np.int32)
+    rows = _Rows(KVCache.empty(config, count, length), none, none, none > 0, None)  # type: ignore[arg-type]
+    drawn = Sampling(0.0, None, None, None, 1.0).drawn(0, [1])
+    steps = (np.int32(0), np.int32(STEPS))
+    program = _write.lower(graph, state, rows, drawn, steps, None).compile()
+    memory, said = program.memory_analysis(), cache_bytes(config, count, length)
+    assert memory.alias_size_in_bytes >= said  # the old cache is the new one
+    assert memory.temp_size_in_bytes < 1.5 * said / config.num_layers
 
 
 def test_padding_on_the_left_is_left_out() -> None:
