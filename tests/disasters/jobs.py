@@ -69,6 +69,7 @@ def command(*arguments: str) -> Callable[[], None]:
 
 
 TRAINED = command("train", "train.yaml", "--samples", "0")
+BY_FOUR = command("train", "train_by_four.yaml", "--samples", "0")
 
 
 def tokenize_and_save() -> None:
@@ -138,6 +139,7 @@ JOBS = {
         Job("report", command("report", "run"), ("prepare", "checkpoint"), True),
         Job("first of two processes", TRAINED, ("prepare",), True, processes=2),
         Job("second of two processes", TRAINED, ("prepare",), True, processes=2, struck=1),
+        Job("third of four processes", BY_FOUR, ("prepare",), True, processes=4, struck=2),
     )
 }
 READERS = {
@@ -189,5 +191,6 @@ def write_inputs(folder: Path) -> None:
         ("run", CONFIG),
         ("save", CONFIG | {"mix": {"stop_strategy": "all_exhausted"}, "save": SAVE}),
         ("train", TRAIN),
+        ("train_by_four", TRAIN | {"data": CONFIG | {"load": {"batch_size": 4, "num_epochs": 1}}}),
     ):
         (folder / f"{name}.yaml").write_text(json.dumps(values))

@@ -33,7 +33,7 @@ of the tests tries a few points of each job.
 It needs Linux and a C compiler: a small library counts the calls of libc that change files, of all threads. Calls that go past it are not struck: writes
 to memory that is mapped, and the renaming of `model.safetensors` within an export that has no name yet.
 
-*First* and *second of two processes* are a run of two processes of `jax.distributed`, of which one is struck; the other is ended 5 s after it, as those do that start
+*First* and *second of two*, *third of four processes* are runs of `jax.distributed`, of which one process is struck; the others are ended 5 s after it, as those do that start
 such runs. A worker of Ray is killed at the steps of its commits by `tests/executors/test_ray.py`. `EASYPIPE_PATIENCE_S` is how long a job may take, 120 s without it.
 
 To try your own machine, clone the repository and let the jobs run on the file system that yours run on: `TMPDIR=/mnt/shared nox -s disasters`. For your own config

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +61,7 @@ MEASURED = frozenset(
 )
 # Files that hold times, or checksums of files that do.
 UNEQUAL = frozenset(("_CHECKPOINT_METADATA", "checksums.json", "report.html"))
+_FRAME = re.compile(r'(.*)", line (\d+) in (.*)')  # as Python's dump of a traceback writes it
 # The checkpoint that goes with the save behind it: killed in between, it goes with the next save.
 # Locks, which are empty: where one cannot be made, that is warned of. When a run was taken up again.
 NO_RESULT = ("run/checkpoints/2/", "cache/locks/", "run/restarts.json")
@@ -81,7 +84,7 @@ class Found:
 class Trial:
     """One job in a folder that it finds again as it was, however often it is run.
 
-    groups: of each operation, a digest of the lines of easypipe that made it, its kind, and the
+    groups: of each operation, a digest of the places in easypipe that made it, its kind, and the
     kind of its file: those that are equal in these are one class.
     """
 
@@ -100,7 +103,7 @@ class Trial:
         ]
         self.groups = [
             hashlib.sha256(repr((call, _kind(path), frames)).encode()).hexdigest()[:12]
-            for (call, path), frames in zip(self.operations, done.frames, strict=True)
+            for (call, path), frames in zip(self.operations, places(done.frames), strict=True)
         ]
         self._expected = contents(self._work)
 
@@ -163,6 +166,21 @@ class Trial:
 
     def _well(self, outcome: Outcome, job: str) -> None:
         assert outcome.code == 0, f"{job}, undisturbed: {outcome.said}"
+
+
+def places(frames: Sequence[Sequence[str]]) -> list[list[tuple[str, str, int]]]:
+    """Frames by file, function, and the place of the line among those of the function that are in
+    any frame: a docstring that is changed moves all lines, and none of these.
+    """
+    found = [[_FRAME.fullmatch(frame) for frame in one] for one in frames]
+    split = [[frame.groups() for frame in one if frame] for one in found]
+    lines: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    for file, line, name in itertools.chain.from_iterable(split):
+        lines[file, name].add(int(line))
+    return [
+        [(file, name, sorted(lines[file, name]).index(int(line))) for file, line, name in one]
+        for one in split
+    ]
 
 
 def spread(operations: Sequence[tuple[str, str]], count: int) -> list[int]:

@@ -32,11 +32,15 @@ from disasters.points import HOWS, Found, Trial
 STRUCK = Path(__file__).with_name("struck.json")
 
 
-def points(groups: Sequence[str]) -> list[tuple[int, str]]:
-    """(number, way) of all: first one of each class, then those in other ways, then the others."""
+def points(groups: Sequence[str], struck: Sequence[Found] = ()) -> list[tuple[int, str]]:
+    """(number, way) of all: first one of each class, then those in other ways, then the others.
+
+    struck: points that stand in a log already, of an earlier version of the code perhaps.
+    """
     every = [(number, how) for number in range(1, len(groups) + 1) for how in HOWS]
     random.Random(1).shuffle(every)
-    seen: Counter[tuple[str, ...]] = Counter()
+    seen = Counter[tuple[str, ...]]((one.group,) for one in struck)
+    seen.update((one.group, one.how) for one in struck)
     turns: list[tuple[int, int]] = []
     for number, how in every:
         group = groups[number - 1]
@@ -48,12 +52,13 @@ def points(groups: Sequence[str]) -> list[tuple[int, str]]:
 
 def strike(trial: Trial, log: Path, seconds: float) -> None:
     """Raises AssertionError at none: what is wrong stands in the log."""
-    done = {(one.number, one.how) for one in read(log) if one.job == trial.job}
+    before = [one for one in read(log) if one.job == trial.job]
+    done = {(one.group, one.number, one.how) for one in before}
     ends = time.monotonic() + seconds
-    for number, how in points(trial.groups):
+    for number, how in points(trial.groups, before):
         if time.monotonic() > ends:
             return
-        if (number, how) not in done:
+        if (trial.groups[number - 1], number, how) not in done:
             with log.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(asdict(trial.at(number, how))) + "\n")
 
