@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,6 +21,7 @@ from easypipe.core.config import to_dict
 from easypipe.core.errors import LedgerError
 from easypipe.save.saved import MANIFEST
 from pipelines import config, tokenizer
+from web import web_server
 
 
 @pytest.fixture
@@ -276,6 +279,38 @@ def test_ctrl_c_leaves_what_is_committed(
     monkeypatch.setattr("easypipe.jobs.prepare_data", interrupted)
     assert main(["prepare", str(pipeline_yaml)]) == 130
     assert "stopped; run the same command again to go on" in capsys.readouterr().err
+
+
+def test_sigterm_stops_a_command_with_a_word(pipeline_yaml: Path) -> None:
+    """While it waits for a server; a second one ends whatever it does."""
+    with web_server() as server:
+        server.faults.extend(["hang"] * 99)
+        values = yaml.safe_load(pipeline_yaml.read_text())
+        values["datasets"][0]["data_files"] = f"{server.url}/a.jsonl"
+        pipeline_yaml.write_text(yaml.safe_dump(values))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "easypipe", "prepare", str(pipeline_yaml)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while not server.seen:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert said.endswith("easypipe: stopped; run the same command again to go on\n")
+
+
+def test_a_command_within_another_program_leaves_its_handler() -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        assert main(["--version"]) == 0
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert main(["--version"]) == 0
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_ctrl_c_before_a_command_began_is_no_traceback(

@@ -119,7 +119,7 @@ FEW = 5
 # The default, and what it is until a host has answered this process: a config that names a server
 # that is down, or no server, is told of within half a minute.
 DEFAULT = RetryPolicy()
-FIRST = RetryPolicy(attempt_timeout_s=12.0, deadline_s=25.0)
+FIRST = RetryPolicy(attempt_timeout_s=10.0, deadline_s=20.0)
 _policy = DEFAULT
 
 
