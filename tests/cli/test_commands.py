@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -299,6 +300,31 @@ def test_sigterm_stops_a_command_with_a_word(pipeline_yaml: Path) -> None:
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143
     assert said.endswith("easypipe: stopped; run the same command again to go on\n")
+
+
+@pytest.mark.parametrize("unread", ["tokenizer/tokenizer.json", "cache/tokens/*/*.arrow"])
+def test_a_file_that_one_may_not_read_is_named(tmp_path: Path, unread: str) -> None:
+    shutil.copytree(tokenizer(), tmp_path / "tokenizer")
+    (tmp_path / "a.txt").write_text("some words\n")
+    values = {"datasets": [{"name": "a", "data_files": "a.txt"}], "default_tokenizer": "tokenizer"}
+    (tmp_path / "run.yaml").write_text(json.dumps(values | {"cache_dir": "cache", "seed": 1}))
+    override = "-dac_override,-dac_read_search"  # by which root may read everything
+    drop = (
+        [] if os.getuid() else ["setpriv", f"--bounding-set={override}", f"--inh-caps={override}"]
+    )
+    if drop and not shutil.which(drop[0]):
+        pytest.skip("root may read every file here")
+    prepare = [*drop, sys.executable, "-m", "easypipe", "prepare", "run.yaml"]
+    if unread.startswith("cache"):
+        subprocess.run(prepare, cwd=tmp_path, check=True, capture_output=True)
+        for manifest in (tmp_path / "cache" / "manifests").iterdir():
+            manifest.unlink()
+    [path] = tmp_path.glob(unread)
+    path.chmod(0)
+    done = subprocess.run(prepare, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Check the path and permissions." in " ".join(done.stderr.split())
+    assert f"{path.relative_to(tmp_path)}: cannot be read: [Errno 13]" in done.stderr
 
 
 def test_a_command_within_another_program_leaves_its_handler() -> None:

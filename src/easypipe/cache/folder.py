@@ -18,7 +18,7 @@ from easypipe.cache.blocks import TokenStamp, block_sums
 from easypipe.cache.manifest import Manifest, manifest_json, read_manifest
 from easypipe.cache.remote import Staging
 from easypipe.core import storage
-from easypipe.core.errors import EasypipeError
+from easypipe.core.errors import EasypipeError, StorageError, raising
 from easypipe.core.remote import StorageOptions
 from easypipe.core.values import JsonObject
 
@@ -58,7 +58,8 @@ class CacheFolder:
         """Returns whether a token file is there as it was committed."""
         path = self.local / "tokens" / file
         committed = storage.Stamp(num_bytes=num_bytes, checksum=checksum)
-        return path.is_file() and storage.checksum(path) == committed
+        with raising(StorageError, path, "cannot be read", "Check the path and permissions."):
+            return path.is_file() and storage.checksum(path) == committed
 
     def holds_quarantine(self, manifest: Manifest) -> bool:
         """Returns whether a manifest's quarantine file is intact; True if it names none."""

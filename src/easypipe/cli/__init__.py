@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +35,7 @@ def _stopping() -> Iterator[list[int]]:
     """Lets the first SIGTERM stop the block as Ctrl-C does, and yields its number if it came."""
     came: list[int] = []
 
-    def stop(signum: int, frame: FrameType | None) -> None:
+    def stop(signum: int, *_: object) -> None:
         came.append(signum)
         signal.signal(signum, signal.SIG_DFL)  # a second one ends the process
         raise KeyboardInterrupt

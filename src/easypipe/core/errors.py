@@ -132,12 +132,14 @@ def raising(
         kind: The class of the error to raise.
         at: As in EasypipeError.
         problem: What failed; the text of the original error is added behind it.
-        fix: As in EasypipeError.
+        fix: As in EasypipeError; where access was denied, to check permissions.
         on: The types of errors to replace.
     """
     try:
         yield
     except on as error:
+        if isinstance(error, PermissionError) and "permissions" not in str(fix):
+            fix = "Check the path and permissions."
         raise kind(at=str(at), problem=f"{problem}: {error}", fix=fix) from error
 
 
