@@ -16,7 +16,7 @@ def plan_sections(plan: PlanReport) -> Sequence[Section]:
     return (
         Section("The run", (), _run(plan)),
         Section("Datasets", head, [_dataset(one) for one in plan.datasets]),
-        Section("Before it starts", notes=plan.notes or ("There is nothing to know.",)),
+        Section("Before it starts", notes=plan.notes or ("Nothing stands out.",)),
     )
 
 
