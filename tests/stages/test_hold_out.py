@@ -21,6 +21,7 @@ from easypipe import (
     Pipeline,
     PipelineConfig,
     RunConfig,
+    SourceError,
     Trainer,
     TrainingConfig,
 )
@@ -116,6 +117,13 @@ def test_a_run_holds_out_rows_of_its_data(tmp_path: Path, caplog: pytest.LogCapt
     assert rows[1]["not_held_out"] == rows[0]["written"]
     assert "filtered" not in rows[0] | rows[1]
     assert "trained on too" not in caplog.text
+
+
+@pytest.mark.parametrize(("fraction", "helps"), [(1e-6, "larger"), (1 - 1e-6, "smaller")])
+def test_a_side_without_rows_says_what_helps(tmp_path: Path, fraction: float, helps: str) -> None:
+    values = run(tmp_path, {"from": "data", "fraction": fraction, "seed": 7})
+    with pytest.raises(SourceError, match=f"held_out 300; .* Hold out a {helps} fraction of"):
+        prepare_data(*data_of(values))
 
 
 def test_a_run_made_in_python_holds_out_as_its_file_does(tmp_path: Path) -> None:

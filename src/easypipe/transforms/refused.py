@@ -25,6 +25,8 @@ _ADVICE = {
     "refused_by_template": "Give a chat_template that takes such conversations",
     "rejected_answer": "Leave such rows out, for example with a filter on that column",
     TOO_LONG: "Raise max_length, or choose another length.policy",
+    "not_held_out": "Hold out a larger fraction of so few rows, or hold them out by another seed",
+    "held_out": "Hold out a smaller fraction of so few rows, or hold them out by another seed",
 }
 
 
