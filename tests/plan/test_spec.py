@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from easypipe.loader.streams.spec import StreamSpec
+from easypipe.plan.feed import CachedFeed
 from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import PackSpec
@@ -148,3 +149,24 @@ def test_every_field_of_a_state_comes_back() -> None:
     whole = dataclasses.replace(state, cut=None)
     assert "cut" not in whole.to_json()
     assert WindowState.from_json(whole.to_json()) == whole
+
+
+def test_a_dataset_without_documents_keeps_no_run_going() -> None:
+    """All others have made their last pass, and it has none to make."""
+    ends = dataclasses.replace(PLAN, num_epochs=None, max_epochs=(2, None))
+    assert ends.last_epoch((10, 0)) == 2
+    assert ends.last_epoch((10, 1)) is None
+    assert dataclasses.replace(ends, stop="restart").last_epoch((10, 0)) == 1
+
+
+@pytest.mark.parametrize(("oversize", "docs"), [("truncate", 80), ("split", 8)])
+def test_a_window_before_a_change_of_weights_counts_what_is_placed(
+    oversize: Any, docs: int
+) -> None:
+    """80 rows of 10 slots until the change, and documents of 100 tokens."""
+    schedule = Schedule(((0, (1, 1)), (10, (1, 3))), "step", ((0, 8),))
+    parts = [dataclasses.replace(part, num_docs=900, total_tokens=90_000) for part in PARTS]
+    pack = PackSpec(10, oversize=oversize)
+    spec = dataclasses.replace(PLAN, schedule=schedule, window_docs=4096, pack=pack)
+    start = WindowState(first_row=0, epoch=0, drawn=(0, 0), deficits=(0, 0), active=(True, True))
+    assert CachedFeed(parts, spec).rule(start).docs == docs

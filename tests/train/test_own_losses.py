@@ -18,10 +18,12 @@ import easypipe
 from easypipe import Trainer
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE
+from easypipe.train import state as states
 from easypipe.train.events import Callback
-from easypipe.train.losses.loss import RECORDED, LossOutput
+from easypipe.train.losses.loss import RECORDED, AsSums, LossOutput
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh
+from easypipe.train.step import _gradients, gradient_places
 from pipelines import jsonl, texts, tokenizer
 from train.runs import Arithmetic, Tiny, settings
 
@@ -80,6 +82,17 @@ def train(loss: Any, folder: Path, accumulate: int = 1) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def by_sums(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return train(sums, tmp_path_factory.mktemp("sums"))
+
+
+@pytest.mark.parametrize("micro", [True, False])
+def test_a_micro_batch_without_targets_adds_no_gradient(micro: bool) -> None:
+    """Step by step: compilers fold the 0 / 0 of most losses away."""
+    model, batch = Tiny(nnx.Rngs(0)), Arithmetic(blank=1).batch(1)
+    with states.on(MESH), jax.disable_jit():
+        layout = states.layout_of(model, MESH)
+        gradients = _gradients(layout, AsSums(means), gradient_places(layout), micro=micro)
+        found, _, _ = gradients(*layout.split(model), jax.tree.map(jnp.asarray, batch))
+    assert {bool(jnp.isfinite(g).all()) for g in found.values()} == {micro}
 
 
 @pytest.mark.parametrize(("loss", "accumulate"), [(means, 4), (mean, 1)])

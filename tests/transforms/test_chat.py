@@ -214,6 +214,10 @@ def test_a_turn_that_the_template_leaves_open_asks_for_the_eos_token() -> None:
     # a question stands there: its EOS is not a target
     assert render(open_end, talk("Hi", "Hello", "And?")).end == 1
     assert render(CHATML, talk("Hi", "Hello")).end == 0
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n### End' if m.role == 'assistant' }}\n{% endfor %}"
+    found = render(plain, talk("Hi", "Hello"))
+    assert [found.text[a:b] for a, b in found.spans] == ["Hello\n### End"]
+    assert found.end == 0  # no special token ends it, and it is ended
 
 
 # Ways in which templates in use write turns: what each of them makes of two turns, and which part
