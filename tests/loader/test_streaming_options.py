@@ -412,13 +412,13 @@ def test_max_bad_rows_counts_on_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_the_bad_row_that_is_one_too_many_is_named(tmp_path: Path) -> None:
-    good = '{"text": "good words"}\n'
-    (tmp_path / "a.jsonl").write_text(("bad\n" + good) * 3)
+    """Several of them stand in one of the chunks that are read."""
+    (tmp_path / "a.jsonl").write_text("bad\n" * 160 + '{"text": "good words"}\n' * 40)
     for most in (0, 1, 2):
         dataset = DatasetConfig(
             name="a", data_files=str(tmp_path / "a.jsonl"), on_error="skip", max_bad_rows=most
         )
-        at = most * (len(good) + 4)
+        at = 4 * most
         one: Any = {"datasets": (dataset,), "num_streams": 1, "order": OrderConfig(shuffle=False)}
         with pytest.raises(BudgetError, match=rf"byte {at}: bad row number {most + 1} of"):
             list(build(tmp_path, {}, {"num_epochs": 1}, **one))
