@@ -37,6 +37,7 @@ from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.schema import token_dtype
 from easypipe.transforms.tokenizer import fast, proof
 from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.files import find_end_tokens
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from strategies import examples
 from token_support import FAST, TOKENIZERS, small_tokenizer, small_tokenizer_folder, texts
@@ -587,6 +588,20 @@ def test_answers_of_the_hub(error: str, message: str, monkeypatch: pytest.Monkey
     with pytest.raises(TokenizerError, match=message) as caught:
         load_tokenizer("a/b")
     assert "hf_abcdefghijkl" not in str(caught.value)
+
+
+def test_without_the_hub_the_template_alone_says_what_ends_an_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import huggingface_hub
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    assert find_end_tokens("a/b") == ()
+    assert "a/b: its chat template alone says what ends an answer" in caplog.text
+    assert "no route" in caplog.text
 
 
 @pytest.mark.parametrize(

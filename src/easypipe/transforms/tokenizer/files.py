@@ -176,14 +176,17 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
 def find_end_tokens(name_or_path: str) -> tuple[int, ...]:
     """Reads which tokens end what a model writes, from generation_config.json beside its tokenizer.
 
-    Returns () where there is none, and where the Hub cannot be asked for it.
+    Returns () where there is none; where the Hub cannot be asked for it, with a warning.
 
     Raises:
         TokenizerError: The file is not a JSON object.
     """
     try:
         path = _beside(name_or_path, "generation_config.json")
-    except TokenizerError:
+    except TokenizerError as error:
+        logger.warning(
+            "%s: its chat template alone says what ends an answer: %s", name_or_path, error
+        )
         return ()
     given = _options(path).get("eos_token_id")
     return tuple(
