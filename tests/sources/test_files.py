@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
         "deep/part-1.jsonl",
         "_SUCCESS.jsonl",
         ".hidden.jsonl",
+        ".cache/other.jsonl",
         "notes.md",
         "x[1].txt",
     ]:
