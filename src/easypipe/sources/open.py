@@ -76,6 +76,8 @@ def open_files(
                 "own.",
             )
         type = str(next(iter(by_format)))
+        if type == "mds":  # of a folder that is named, its index says which shards must be there
+            data_files = named
     more: Arguments = {}
     if type in TOKEN_EXTENSIONS:
         more["layout"] = token_files
