@@ -47,6 +47,8 @@ from easypipe.core.values import Arguments, JsonObject, Settings
 T = TypeVar("T")
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     ListOf = Sequence  # what may be given: a list or a tuple
 else:
 
@@ -137,7 +139,7 @@ def fields_of(value: Any, *, secret: bool = True) -> Arguments:
 
 
 @functools.cache
-def _names_of(cls: type[Any], secret: bool) -> tuple[str, ...]:
+def _names_of(cls: type[DataclassInstance], secret: bool) -> tuple[str, ...]:
     fields = (f for f in dataclasses.fields(cls) if secret or not f.metadata.get("secret"))
     return tuple(f.name for f in fields)
 

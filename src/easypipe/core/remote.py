@@ -175,8 +175,7 @@ def retrying(
         StorageError: Any other failure; it names the public URL, the attempts and the last cause.
     """
     policy = FIRST if _policy is DEFAULT and never_answered(url) else _policy
-    started, attempt, stalls = time.monotonic(), 0, 0
-    extra = num_bytes / SLOWEST_BYTES_PER_S
+    started, attempt, stalls, extra = time.monotonic(), 0, 0, num_bytes / SLOWEST_BYTES_PER_S
     deadline = started + policy.deadline_s + extra
     times = _times[_host(url), kind, num_bytes.bit_length()] if kind else None
     while True:
