@@ -622,9 +622,6 @@ def test_progress_tells_how_far_the_work_is(tmp_path: Path) -> None:
     assert done == total > 10
 
 
-# files that are not there, or not what they seem
-
-
 @pytest.mark.parametrize("workers", [1, None])
 def test_small_datasets_are_prepared_together(tmp_path: Path, workers: int | None) -> None:
     """A listener hears one event at a time all the same."""
@@ -662,6 +659,9 @@ def test_of_small_datasets_the_first_bad_one_is_told(tmp_path: Path) -> None:
     )
     with pytest.raises(SourceError, match=r"3\.jsonl"):
         chain.source().tokenize().prepare()
+
+
+# files that are not there, or not what they seem
 
 
 def test_missing_files_are_never_taken_for_names_on_the_hub(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ number; anonymous memory grows by 1 % at most after the first sixth, threads and
 ## Much of everything
 
 `python tests/disasters/load.py` prepares and loads much in a process of its own, and some text with little memory. On two cores with a load of 18: 2,000 datasets
-of one row in 37.2 s (2026-11-26, 247 MB of anonymous memory at most; 278.5 s on 2026-11-23), a document of 50 M tokens in 24.5 s (1,005 MB), 10 M empty rows in 31.9 s (380 MB); 100,000 files of one row were not done after 300 s, what was done stays.
+of one row in 22.6 s in quiet (2026-11-26, 246 MB of anonymous memory at most; 37.2 s at a load of 18), a document of 50 M tokens in 24.5 s (1,005 MB), 10 M empty rows in 31.9 s (380 MB); 100,000 files of one row were not done after 300 s, what was done stays.
 60 MB of text with `ulimit -v` 50 and 100 MB above what the process has are refused (memory that cannot be mapped, threads that do not start); up to 200 MB a library may end
 it where it asks for memory in vain (SIGABRT, seen at 50 and 200); with 400 MB it is done. In a group of the kernel's with 50 and 100 MB more the kernel ends it (SIGKILL), with 200 MB it
 is done. After each, the same without a limit ends well.

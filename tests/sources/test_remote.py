@@ -5,6 +5,7 @@ servers, all on loopback.
 from __future__ import annotations
 
 import bz2
+import dataclasses
 import gzip
 import io
 import itertools
@@ -440,16 +441,25 @@ def test_a_bucket(store: Store) -> None:
         open_files(f"{folder}/missing.jsonl", storage_options=options)
 
 
+def wait_a_second_for_a_new_host(
+    monkeypatch: pytest.MonkeyPatch, *, attempt_timeout_s: float
+) -> None:
+    """And a minute for one that has answered; none has, so far."""
+    known = remote.RetryPolicy(
+        attempts=99, first_wait_s=0.05, attempt_timeout_s=attempt_timeout_s, deadline_s=60.0
+    )
+    monkeypatch.setattr(remote, "_answered", set())
+    monkeypatch.setattr(remote, "FIRST", dataclasses.replace(known, deadline_s=1.0))
+    monkeypatch.setattr(remote, "DEFAULT", known)
+    remote.set_retry_policy(None)
+
+
 @pytest.mark.parametrize("fault", [503, 429, "reset", "hang", "page"])
 def test_a_server_that_always_fails_is_told_of_soon(
     web: WebServer, fault: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has answered is waited for."""
-    often = {"attempts": 99, "first_wait_s": 0.05, "attempt_timeout_s": 0.3}
-    monkeypatch.setattr(remote, "_answered", set())
-    monkeypatch.setattr(remote, "FIRST", remote.RetryPolicy(**often, deadline_s=1.0))
-    monkeypatch.setattr(remote, "DEFAULT", remote.RetryPolicy(**often, deadline_s=60.0))
-    remote.set_retry_policy(None)
+    wait_a_second_for_a_new_host(monkeypatch, attempt_timeout_s=0.3)
     web.faults.extend([fault] * 999)
     began = time.monotonic()
     with pytest.raises(SourceError, match=r"gave up after \d+ attempts in"):
@@ -468,11 +478,7 @@ def test_a_bucket_that_always_fails_is_told_of_soon(
     store: Store, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a pattern too, whose list may take longer where the store works."""
-    often = {"attempts": 99, "first_wait_s": 0.05, "attempt_timeout_s": 0.5}
-    monkeypatch.setattr(remote, "_answered", set())
-    monkeypatch.setattr(remote, "FIRST", remote.RetryPolicy(**often, deadline_s=1.0))
-    monkeypatch.setattr(remote, "DEFAULT", remote.RetryPolicy(**often, deadline_s=60.0))
-    remote.set_retry_policy(None)
+    wait_a_second_for_a_new_host(monkeypatch, attempt_timeout_s=0.5)
     folder = store.new()
     store.filesystem.pipe_file(f"{folder}/c.jsonl", LINES)
     with faulty(store) as (behind, proxy):

@@ -1,4 +1,4 @@
-"""`easypipe generate`: its options and their checks."""
+"""`easypipe generate`: its options, how prompts are read, and how answers are printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`easypipe masks`: shows what a chat template trains of conversations, and if that is proven."""
+"""`easypipe masks`: its options, and the printing of what previews/masks.py finds."""
 
 from __future__ import annotations
 

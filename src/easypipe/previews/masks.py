@@ -1,4 +1,4 @@
-"""`masks`: what any chat template trains of conversations, proven, or refused with the reason."""
+"""`masks`: what a chat template, or a tokenizer's own, trains: proven, or the reason why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FileSource: the base class of all file formats, which only count rows and read ranges themselves.
+"""FileSource, the base of all file formats: columns (unknown ones are refused), schemas, ranges.
 
 Law (stateless reads): schema and rows follow from the files alone. What a read opened or remembered
 only makes the next one quicker.

@@ -1,4 +1,4 @@
-"""Parts of a split, as `datasets` writes them: `train[:10%]`, `train[100:200]`, `train[-5%:]`."""
+"""Parts of a split by row numbers, as `datasets` writes them: `train[:10%]`, `train[100:200]`."""
 
 from __future__ import annotations
 
