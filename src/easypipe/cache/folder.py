@@ -1,4 +1,4 @@
-"""The folder of a token cache, on this machine or at a URL, and how files are committed into it.
+"""The folder of a token cache, here or at a URL: how files are summed, checked and committed in it.
 
 What is committed (manifests, records of ranges, tokens; cache/manifest.py has the layout) goes
 through `CacheFolder`, wherever it lies. Locks, indexes, plans and checks of fast tokenizers are

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and their shell completion.
+"""Arguments and options that several commands share, completion, and the examples in `--help`.
 
 Commands import what they need when they are called: `easypipe --help` and completion need none of
 it.

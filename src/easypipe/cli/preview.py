@@ -1,4 +1,4 @@
-"""`easypipe preview`: shows the first samples as the model will see them, as text or as a page."""
+"""`easypipe preview`: first samples as the model sees them, trained text in colour; or a page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Strict configuration: frozen keyword-only dataclasses from Python, dicts, YAML and `--set`.
+"""Strict configs: frozen dataclasses from dicts, YAML and `--set`; which may name functions, when.
 
     @config
     class PackStageConfig:

@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""The tree of exceptions, each with place, cause, choices and fix; suggestions for wrong names.
+"""Exceptions with place, cause, choices and fix; what a folder holds, and names that are near.
 
 EasypipeError
 ├── ConfigError        (ValueError)

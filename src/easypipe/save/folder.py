@@ -1,4 +1,4 @@
-"""The states of an output folder (empty, in progress, complete), and which run it belongs to."""
+"""The states of an output folder, records of its finished files, and which run it belongs to."""
 
 from __future__ import annotations
 

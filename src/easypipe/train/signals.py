@@ -1,4 +1,4 @@
-"""Handles SIGINT and SIGTERM: the first asks the loop to save and leave, a second acts as usual."""
+"""SIGINT and SIGTERM: the first saves and leaves with a last message, a second acts as usual."""
 
 from __future__ import annotations
 

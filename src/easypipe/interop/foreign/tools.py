@@ -1,4 +1,4 @@
-"""`import_config`: the keys of axolotl, TRL and LLaMA-Factory, each with what becomes of it."""
+"""`import_config`: what becomes of axolotl's, TRL's, LLaMA-Factory's keys; what each loss reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of the arguments of the loss: every reason against them stands in one error.
+"""Checks of the loss's arguments, and of an implementation asked for by name, in one error.
 
 A request that passes comes out as the arrays that the kernels take, and the plan.
 """

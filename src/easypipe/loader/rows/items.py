@@ -1,4 +1,4 @@
-"""Rows of any dataset that gives them by number (images, tuples, dicts), batched by a collator.
+"""Rows of any dataset (images, tuples, dicts), by number or iterated, batched by a collator.
 
 The loader, its order, its threads and its states are those of text: this is one more kind of Rows.
 What such a row holds is the dataset's affair: columns, lengths and labels are known to the collator

@@ -1,4 +1,4 @@
-"""Rows and RowReader: the two protocols between a loader and what it makes batches of.
+"""Rows and RowReader, the protocols of what a loader batches; rows that repeat pass after pass.
 
 row     counted over the whole run, all epochs; the same on every process
 """

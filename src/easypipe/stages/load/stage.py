@@ -1,4 +1,4 @@
-"""The load stage: makes a Loader of packed rows, documents or streams, and fills in defaults."""
+"""The load stage: makes a Loader, fills in defaults, picks streamed chunks to check again."""
 
 from __future__ import annotations
 

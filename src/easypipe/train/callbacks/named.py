@@ -1,4 +1,4 @@
-"""Callbacks that a config names: early stopping, best checkpoints, TensorBoard, samples, ..."""
+"""Callbacks that a config names: early stopping, best checkpoints by a metric, samples ..."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of preference pairs: DPO and related losses, which favour the chosen of two answers.
+"""Losses of preference pairs, DPO and its relatives; the copy of the reference model that they use.
 
 Batches are what the pipeline makes of pairs: in every row, segments 1 and 2 are one pair's answers,
 chosen first, 3 and 4 the next pair's, and so on; labels are -100 on prompts. The log-probability of

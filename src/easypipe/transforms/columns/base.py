@@ -1,4 +1,4 @@
-"""ColumnTransform: the base of all transforms, their chains by `>>`, and TransformedSource.
+"""ColumnTransform: the base of transforms, chains by `>>`, and users' own objects as transforms.
 
 Rows keep their numbers on the way through.
 

@@ -1,4 +1,4 @@
-"""The formats of PromptConfig (chat, Alpaca ...): rows as texts or messages, and what is trained.
+"""The formats of PromptConfig (chat, Alpaca ...): rows as texts or messages; the `system` column.
 
 Templates in Jinja run in the worker processes of chat templates, with their limits.
 """

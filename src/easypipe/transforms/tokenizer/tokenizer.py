@@ -1,4 +1,4 @@
-"""Tokenizer: text columns to token ids, by gigatoken if a check found it equal, or `tokenizers`.
+"""Tokenizer: texts to ids by gigatoken or `tokenizers`; added tokens of tokenizer_config.json.
 
 In this file:
     reference: The tokenizer of the `tokenizers` package, which decides what is right.

@@ -1,4 +1,4 @@
-"""The strict loss on NVIDIA GPUs: logits are computed slab by slab, and never stand as a whole.
+"""The strict loss on NVIDIA GPUs, its dtypes and refusals: logits slab by slab, never as a whole.
 
 The products are cuBLAS's (through XLA); between them stand the row kernels of rows.py. A
 slab is a bounded piece of the logits in the dtype of the inputs, or in float32 where

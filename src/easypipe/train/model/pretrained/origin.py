@@ -1,4 +1,4 @@
-"""Where the model of a run comes from: a shape and a seed, a module, or published weights.
+"""Where a run's model comes from: a seed, a module, or published weights put on the mesh.
 
 Of published weights every device reads only its part of every array from the files.
 """
