@@ -152,15 +152,26 @@ def test_rows_that_are_refused_or_not_closed_are_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strict = CHATML + "{% if messages|length == 2 %}{{ raise_exception('too short') }}{% endif %}"
-    rows = [{"messages": TALK}, {"messages": talk("Why?", "So.")}]
+    rude = CHATML + "{% if messages[-1].content == 'No.' %}{{ raise_exception('rude') }}{% endif %}"
+    talks = [{"messages": TALK}, {"messages": talk("Why?", "So.")}]
+    pairs = [PAIR, PAIR | {"bad": PAIR["good"]}]
     open_end = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    for template, code, note in (
-        (strict, 0, "row 1: refused here: too short"),
-        (open_end, 0, "note: EOS follows 1 texts here, and none with transformers"),
+    both = {"prompt_field": "prompt", "completion_field": "good", "rejected_field": "bad"}
+    for rows, fields, template, notes in (
+        (talks, {"content_field": "messages"}, strict, ["row 1: refused here: too short"]),
+        (pairs, both, rude, ["row 0: refused here: rude"]),
+        (
+            talks[1:],
+            {"content_field": "messages"},
+            open_end,
+            ["EOS follows 1 texts here, and none with transformers"],
+        ),
     ):
-        config = written(tmp_path, rows, content_field="messages", chat_template=template)
-        assert main(["parity", config]) == code
-        assert note in " ".join(capsys.readouterr().out.split())
+        config = written(tmp_path, rows, chat_template=template, **fields)
+        assert main(["parity", config]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        told = [note.removeprefix(f"{tmp_path}/rows.jsonl, ") for note in said.split("note: ")[1:]]
+        assert told == notes
 
 
 @pytest.mark.parametrize("field", ["messages", "text"])

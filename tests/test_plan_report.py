@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections import Counter
@@ -25,9 +26,14 @@ from easypipe import (
 )
 from easypipe.cli import main
 from easypipe.core.config import to_dict
+from easypipe.core.pages import page_of
 from easypipe.core.schema import SEGMENT_IDS
-from easypipe.stages.reports.plan_report import PlanReport
+from easypipe.stages.reports import plan_report
+from easypipe.stages.reports.plan_page import plan_sections
+from easypipe.stages.reports.plan_report import DatasetPlan, PlanReport, joined
+from easypipe.stages.reports.shares import StepShares
 from easypipe.train.report import pictures as plot
+from page_cells import cells
 from pipelines import config, jsonl, texts
 
 
@@ -49,6 +55,184 @@ def mixed(tmp_path: Path, **options: Any) -> Pipeline:
         "mix",
         "pack",
     )
+
+
+def made_report(**changes: Any) -> PlanReport:
+    """A report in which no two numbers are alike."""
+    long = DatasetPlan(
+        name="long",
+        documents=1_234,
+        tokens=56_789,
+        requested=0.25,
+        realised=0.5,
+        document_share=0.125,
+        token_share=0.0625,
+        drawn=2_468,
+        epochs=2.0,
+        tokens_placed=3_333,
+        tokens_truncated=7,
+        tokens_dropped=20,
+        documents_truncated=5,
+        documents_dropped=6,
+        documents_empty=8,
+        rejected={"null": 9},
+        tokens_cut=1_000,
+        cache_bytes=4_500_000,
+    )
+    short = DatasetPlan(
+        name="s",
+        documents=3,
+        tokens=4,
+        requested=0.75,
+        realised=0.4,
+        document_share=0.875,
+        token_share=0.9375,
+        drawn=11,
+        epochs=0.5,
+        tokens_placed=667,
+    )
+    values: dict[str, Any] = {
+        "name": "mixed",
+        "unit": "tokens",
+        "datasets": (long, short),
+        "steps": 70,
+        "steps_available": 9_000,
+        "batch_size": 16,
+        "sizes": ((30, 12), (40, 16)),
+        "rows": 1_000,
+        "rows_left_over": 2,
+        "seq_length": 2_048,
+        "slots": 5_000,
+        "padding": 1_001,
+        "fill": 0.7998,
+        "cache_bytes": 4_600_000,
+        "saved_bytes": 9_900_000,
+        "notes": ("one", "two"),
+    }
+    return PlanReport(**(values | changes))
+
+
+def test_every_number_of_a_report_stands_in_its_table() -> None:
+    assert str(made_report()).splitlines() == [
+        "dataset  documents  tokens  asked (tokens)  realised  of tokens  drawn  epochs   cache",
+        "long         1,234  56,789        25.0000%  50.0000%    6.2500%  2,468   2.000  4.5 MB",
+        "s                3       4        75.0000%  40.0000%   93.7500%     11   0.500  0.0 MB",
+        "steps   70: 30 of 12 rows, 40 of 16 rows (the data gives 9,000)",
+        "rows    1,000 of 2,048 slots, 79.980% filled; 2 left over at the end",
+        "tokens  3,999, and 1,001 slots of padding",
+        "disk    4.6 MB of token cache, 9.9 MB to save, before compression",
+        "note    one",
+        "note    two",
+    ]
+    plain = made_report(
+        sizes=((70, 16),), steps_available=None, seq_length=None, saved_bytes=None, notes=()
+    )
+    assert str(plain).splitlines()[3:] == [
+        "steps   70 of 16 rows (never ends)",
+        "rows    1,000 documents as rows; 2 left over at the end",
+        "tokens  3,999, and 1,001 slots of padding",
+        "disk    4.6 MB of token cache",
+    ]
+
+
+def test_every_number_of_a_report_stands_on_its_page() -> None:
+    head = ["dataset", "documents", "tokens", "asked (tokens)", "realised", "of tokens", "drawn"]
+    head += ["epochs", "tokens cut or dropped", "token cache"]
+    text = page_of("plan", plan_sections(made_report()))
+    assert cells(text) == [
+        ["steps", "70"],
+        ["the data ends", "after 9,000 steps"],
+        ["rows of a step", "12 in 30 steps, 16 in 40 steps"],
+        ["rows", "1,000"],
+        ["rows left over at the end", "2"],
+        ["slots of a row", "2,048"],
+        ["slots filled", "79.980%"],
+        ["tokens", "3,999"],
+        ["slots of padding", "1,001"],
+        ["token cache", "4.6 MB"],
+        ["to save, before compression", "9.9 MB"],
+        head,
+        ["long", "1,234", "56,789", "25.0000%", "50.0000%", "6.2500%", "2,468", "2.000", "1,027", "4.5 MB"],
+        ["s", "3", "4", "75.0000%", "40.0000%", "93.7500%", "11", "0.500", "0", "0.0 MB"],
+    ]  # fmt: skip
+    assert re.findall(r"<p>(.*?)</p>", text) == ["one", "two"]
+    plain = made_report(
+        sizes=((70, 16),), steps_available=None, seq_length=None, saved_bytes=None, notes=()
+    )
+    text = page_of("plan", plan_sections(plain))
+    told = cells(text)
+    assert [told[i] for i in (1, 2, 5, 10)] == [
+        ["the data ends", "never"],
+        ["rows of a step", "16"],
+        ["slots of a row", "as many as its document has"],
+        head,
+    ]
+    assert re.findall(r"<p>(.*?)</p>", text) == ["Nothing stands out."]
+
+
+def shares(step: int) -> StepShares:
+    return StepShares(step=step, requested={}, realised={}, tokens={})
+
+
+def test_the_parts_of_a_run_add_up() -> None:
+    """Counts add up, and what is asked for is the mean over rows; the rest is the last part's."""
+    first, last = made_report().datasets
+    before = made_report(
+        datasets=(dataclasses.replace(first, requested=1.0, cache_bytes=1, documents=1),),
+        unit="rows",
+        steps=7,
+        steps_available=8,
+        sizes=((3, 8), (4, 12)),
+        rows=250,
+        slots=600,
+        padding=400,
+        prepared=("long",),
+        notes=("two", "three"),
+        seconds=1.0,
+        by_step=(shares(7),),
+    )
+    behind = made_report(prepared=("s", "long"), seconds=2.0, by_step=(shares(77),))
+    drawn, placed = 2 * 2_468 + 11, 2 * 3_333 + 667
+    assert joined([before, behind], ["steps 1 to 7", "from step 8"], ["zero"]) == made_report(
+        datasets=(
+            dataclasses.replace(
+                first,
+                requested=(250 * 1.0 + 1_000 * 0.25) / 1_250,
+                realised=2 * 3_333 / placed,
+                document_share=2 * 2_468 / drawn,
+                token_share=2 * 3_333 / placed,
+                drawn=2 * 2_468,
+                epochs=4.0,
+                tokens_placed=2 * 3_333,
+                tokens_truncated=14,
+                tokens_dropped=40,
+                documents_truncated=10,
+                documents_dropped=12,
+                documents_empty=16,
+            ),
+            dataclasses.replace(
+                last,
+                requested=1_000 * 0.75 / 1_250,
+                realised=667 / placed,
+                document_share=11 / drawn,
+                token_share=667 / placed,
+            ),
+        ),
+        steps=77,
+        steps_available=9_007,
+        sizes=((3, 8), (34, 12), (40, 16)),
+        rows=1_250,
+        slots=5_600,
+        padding=1_401,
+        fill=1 - 1_401 / 5_600,
+        cache_bytes=4_500_000,
+        prepared=("long", "s"),
+        notes=("zero", "two", "steps 1 to 7: three", "from step 8: one"),
+        seconds=3.0,
+        by_step=(*before.by_step, *behind.by_step),
+    )
+    by_rows = joined([before, dataclasses.replace(behind, unit="rows")], ["a", "b"])
+    assert [one.realised for one in by_rows.datasets] == [2 * 2_468 / drawn, 11 / drawn]
 
 
 @pytest.mark.parametrize(
@@ -405,9 +589,9 @@ def test_the_last_tenth_of_a_run_is_no_step_longer() -> None:
 def test_more_steps_than_there_are(tmp_path: Path) -> None:
     report = mixed(tmp_path).plan(10_000)
     assert report.steps == report.steps_available < 10_000
-    assert any(
-        f"10,000 steps are asked for, the data ends after {report.steps}" in note
-        for note in report.notes
+    assert report.notes[1] == (
+        f"10,000 steps are asked for, the data ends after {report.steps}: raise load.num_epochs, "
+        "or set it to null"
     )
 
 
@@ -450,8 +634,14 @@ def test_a_length_that_no_document_reaches_is_told(
         for one in to_dict(config(tmp_path))["datasets"]
     ]
     options = {"datasets": sets, "tokenize": {"max_length": limit}}
-    notes = " ".join(mixed(tmp_path, **options).plan(2).notes)
+    pipeline = mixed(tmp_path, **options)
+    report = pipeline.plan(2)
+    notes = " ".join(report.notes)
     assert ("docs: no document is longer than max_length (100000), so it has no" in notes) is told
+    # a conversation whose last turn alone is longer is none of the documents
+    left_out = dataclasses.replace(report.datasets[1], rejected={"too_long": 1})
+    docs = pipeline.get_data()["mixed"].mixture.parts["docs"]
+    assert plan_report._length_beyond(docs, left_out) is None
 
 
 def test_preparing_is_said_and_can_be_refused(tmp_path: Path) -> None:
@@ -460,6 +650,8 @@ def test_preparing_is_said_and_can_be_refused(tmp_path: Path) -> None:
         match=r"dataset 'code': is not tokenized yet, nor are docs\. Run `easypipe prepare` first",
     ):
         mixed(tmp_path).plan(prepare=False)
+    # equal files share their tokens
+    jsonl(tmp_path / "data" / "code" / "c.jsonl", [{"text": text} for text in texts(60, 3)[:20]])
     assert mixed(tmp_path).plan().prepared == ("code", "docs")
     again = mixed(tmp_path).plan(prepare=False)
     assert again.prepared == ()
@@ -529,16 +721,33 @@ def test_datasets_that_end_unevenly_are_named(tmp_path: Path) -> None:
     """60 documents of code take 26 of docs with them; of docs 64 of 90 stand behind the end, in
     every epoch.
     """
-    pipeline = mixed(tmp_path, load={"batch_size": 2, "num_epochs": 2})
+    pipeline = mixed(tmp_path, load={"batch_size": 4, "num_epochs": 2})
     unreached = pipeline.ledger().find("mix", "docs", "documents").out["unreached"]
-    [note] = [note for note in pipeline.plan().notes if "not reached" in note]
-    assert (
-        note == f"docs: {2 * unreached} of 180 documents are not reached: another dataset ends the "
-        "mixture before"
+    assert pipeline.plan().notes == (
+        "3 rows at the end fill no batch of 4 and are left out (load.drop_last)",
+        "code is read 1.92 times",
+        f"docs: {2 * unreached} of 180 documents are not reached: another dataset ends the "
+        "mixture before",
     )
-    assert not [note for note in pipeline.plan(3).notes if "not reached" in note], (
-        "a run that stops before has not met the end"
-    )
+    assert pipeline.plan(3).notes == (), "a run that stops before has not met the end"
+
+
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
+def test_eos_is_counted_where_it_is_known_how_many_documents_had_it(
+    tmp_path: Path, stop: str
+) -> None:
+    """Of docs every third ends with it already, and some may not be reached."""
+    mix = {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": stop}
+    rows = [
+        {"text": text + "<|endoftext|>" * (i % 3 == 0)} for i, text in enumerate(texts(90, 5, 25))
+    ]
+    code, docs = to_dict(config(tmp_path))["datasets"]
+    docs["data_files"] = str(jsonl(tmp_path / "ended.jsonl", rows))
+    ledger = mixed(tmp_path, mix=mix, datasets=[code, docs]).ledger()
+    code, docs = (ledger.find("pack", name, "tokens").into for name in ("code", "docs"))
+    assert code["EOS"] == 60
+    assert list(docs) == (["drawn, with EOS"] if stop == "first_exhausted" else ["drawn", "EOS"])
+    assert docs.get("EOS") in (None, 60)
 
 
 def test_streaming_has_nothing_to_plan_from(tmp_path: Path) -> None:

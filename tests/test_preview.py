@@ -246,7 +246,12 @@ def test_a_config_that_keeps_elsewhere_keeps_nothing(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts(10)])
     values = {
         "datasets": [
-            {"data_files": str(path), "save_path": "memory://preview/rows", "save_format": "jsonl"}
+            {
+                "data_files": str(path),
+                "save_path": "memory://preview/rows",
+                "save_format": "jsonl",
+                "cache_path": "memory://preview/own",
+            }
         ],
         "default_tokenizer": tokenizer(),
         "cache_dir": "memory://preview/cache",

@@ -30,6 +30,10 @@ from easypipe.core.config import load_yaml
 from easypipe.core.ledger import Ledger
 from easypipe.core.locks import training
 from easypipe.core.protocols import ProgressEvent
+from easypipe.core.publication import Pushed
+from easypipe.save.saved import SavedManifest, SavedShard
+from easypipe.save.write_folder import SavedFolder
+from easypipe.stages.save import SaveReport
 from easypipe.train.events import TrainEvent
 from pipelines import jsonl, texts, tokenizer
 
@@ -375,3 +379,83 @@ def test_names_in_the_ledger_are_whole_at_80_columns() -> None:
     Terminal(file=drawn, width=80, _environ={}).print(show.ledger_table(ledger))
     cells = [line.split("│")[2].strip() for line in drawn.getvalue().splitlines() if "│" in line]
     assert "".join(cells) == name
+
+
+def test_every_number_of_a_preparation_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    terminal = Terminal(file=screen, width=200, _environ={})
+    monkeypatch.setattr(show, "console", lambda: terminal)
+    ledger = Ledger()
+    ledger.add("pack", "a", "tokens", into={"drawn": 1_200, "EOS": 34}, out={"placed": 1_234})
+    ledger.add("save", "a", "rows", into={"read": 5_678}, out={"saved": 5_600, "null": 78})
+    ledger.facts = {
+        "tokenize.a.seconds": 2.5,
+        "tokenize.a.megabytes_per_second": 1_500.25,
+        "tokenize.a.ranges_reused": 1_007,
+        "tokenize.a.encoder": "tokenizers",
+        "tokenize.a.files_cut": 2,
+        "tokenize.b.seconds": 0.125,
+        "tokenize.b.encoder": "",
+        "tokenize.c.seconds": 3.0,
+        "tokenize.c.megabytes_per_second": 9.0,
+        "tokenize.c.encoder": "",
+        "pack.a.rows": 4_321,
+        "pack.a.fill": 0.98765,
+    }
+    shard = SavedShard(name="", num_rows=1_500, num_tokens=9, num_bytes=2_600_000, checksum="")
+    manifest = SavedManifest(
+        fingerprint="",
+        format="parquet",
+        compression="zstd",
+        schema=pa.schema([]),
+        tokens=None,
+        shards=(shard, shard),
+        ledger={},
+    )
+    folders = [
+        SavedFolder(
+            dataset="a",
+            path="out/a",
+            manifest=manifest,
+            num_read=9,
+            resumed_shards=resumed,
+            up_to_date=there,
+            seconds=0.25,
+            decided_by=None,
+        )
+        for resumed, there in ((0, False), (3, False), (3, True))
+    ]
+    pushed = [
+        Pushed(
+            repo_id="o/r",
+            revision="main",
+            commit="",
+            url="https://hub/r",
+            num_files=7,
+            num_bytes=1_230_000,
+            up_to_date=there,
+            seconds=1.5,
+        )
+        for there in (True, False)
+    ]
+    report = SaveReport(folders=tuple(folders), ledger=ledger, pushed=tuple(pushed))
+    show.show_report(report)
+    said = screen.getvalue().splitlines()
+    lines = [re.split("[│┃]", line)[1:-1] for line in said if "│" in line or "┃" in line]
+    assert [[cell.strip() for cell in line] for line in lines] == [
+        ["stage", "dataset", "unit", "in", "out"],
+        ["pack", "a", "tokens", "drawn 1,200 + EOS 34", "placed 1,234"],
+        ["save", "a", "rows", "5,678", "saved 5,600, null 78"],
+    ]
+    saved = "saved a: 3,000 rows in 2 parquet shards, 5.2 MB"
+    assert [line for line in said if line.startswith(("tokenize", "pack ", "saved", "pushed"))] == [
+        "tokenize a: 2.50 s, 1,500.2 MB/s, by tokenizers",
+        "tokenize a: 2 files without an end mark; how many rows are missing is not known",
+        "tokenize b: 0.12 s, 0 ranges found finished",
+        "pack a: 4,321 rows, 98.77% of their slots filled",
+        f"{saved} (0.25 s): out/a",
+        f"{saved} (0.25 s, 3 shards found finished): out/a",
+        f"{saved} (up to date): out/a",
+        "pushed 7 files, 1.2 MB (up to date): https://hub/r",
+        "pushed 7 files, 1.2 MB (1.50 s): https://hub/r",
+    ]

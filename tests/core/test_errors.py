@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 import sys
 import unicodedata
@@ -24,6 +25,15 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
         if issubclass(c, errors.EasypipeError)
     }
     assert defined - {"EasypipeError"} == {name for name, _ in drawn}
+
+
+def test_an_error_crosses_processes_whole() -> None:
+    error = errors.SchemaError(at="a", problem="b", have=[1, 2], fix="c.")
+    error.add_note("row 3")
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied) is errors.SchemaError
+    assert (str(copied), copied.have) == ("a: b (have: 1, 2). c.", ["1", "2"])
+    assert copied.__notes__ == ["row 3"]
 
 
 def test_place_and_suggestion() -> None:

@@ -4,8 +4,11 @@ read what was found.
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,9 @@ from easypipe.cli import main
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.discovery import inspection
+from easypipe.discovery.page import page
 from hub_mirror import hub_mirror, publish  # noqa: F401  (a fixture)
+from page_cells import cells
 from pipelines import jsonl, tokenizer
 from web import WebServer, web_server
 
@@ -89,6 +94,117 @@ def test_a_folder_of_several_datasets(tmp_path: Path) -> None:
     assert {part.split for part in discover(tmp_path, split="validation").parts} == {"validation"}
     with pytest.raises(ConfigError, match="nothing here is called 'test'"):
         discover(tmp_path, split="test")
+
+
+@pytest.fixture
+def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Discovery:
+    """What is found in a folder of three parts, of which two are looked into."""
+    monkeypatch.setattr(sys.modules["easypipe.discovery.discover"], "PARTS", 2)
+    spoken = [TALK] * 3 + [[{"role": who, "content": "x"}, *TALK] for who in ("system", "tool")]
+    for i, talk in enumerate(spoken):  # four files tell who speaks
+        row = {"messages": talk} | ({"tools": [{"name": "f"}]} if i else {})
+        jsonl(tmp_path / "data" / f"chat{i}.jsonl", [row] * (i + 1))
+    rows = [{"instruction": "add " + "1 " * 99, "output": "99"[: 2 * i]} for i in range(3)]
+    jsonl(tmp_path / "data" / "test.jsonl", rows)
+    jsonl(tmp_path / "data" / "val.jsonl", [{"text": "a"}])
+    return discover(tmp_path / "data", sample_rows=1)
+
+
+CUT = "add " + "1 " * 78 + "…"
+
+
+def test_everything_that_was_found_is_told(several: Discovery) -> None:
+    told = str(several).replace(several.source, "DATA").splitlines()
+    assert told == [
+        "DATA: 3 parts",
+        "",
+        "train: json, 2.07 kB in 5 files",
+        *(f"  DATA/chat{i}.jsonl" for i in range(4)),
+        "  … and 1 more",
+        "  rows     15 (read)",
+        "  columns  messages (list<struct<role: text, content: text>>), tools (list<struct<name: "
+        "text>>)",
+        "  kind     OpenAI messages, roles user, assistant, system, with tools",
+        "  proposed messages = 'messages': named 'messages' exactly",
+        "  proposed tools = 'tools': named 'tools' exactly",
+        '  row 0    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", '
+        '"content": "hello"}]}',
+        "",
+        "test: json, 712 bytes",
+        "  DATA/test.jsonl",
+        "  rows     3 (read)",
+        "  columns  instruction (text), output (text)",
+        "  kind     Alpaca instructions",
+        "  proposed instruction = 'instruction': named 'instruction' exactly",
+        "  proposed output = 'output': named 'output' exactly",
+        "  refused  1 of the first 3 rows cannot be read so: nothing_to_train 1; row 0: the output "
+        "is empty",
+        f'  row 0    {{"instruction": "{CUT}", "output": ""}}',
+        "",
+        "validation: json, 14 bytes",
+        "  DATA/val.jsonl",
+        "  rows     not counted: discover this subset and split alone",
+        "  note     listed only: 2 parts were looked into",
+    ]
+
+
+def test_the_page_tells_the_same(several: Discovery) -> None:
+    proposals = [part.propose() for part in several.parts[:2]]
+    with pytest.raises(ConfigError) as refused:
+        several.parts[2].propose()
+    text = page(several, [*proposals, refused.value])
+    assert cells(text) == [
+        ["part", "format", "files", "size", "rows", "kind"],
+        ["train", "json", "5", "2.07 kB", "15", "messages"],
+        ["test", "json", "1", "712 bytes", "3", "alpaca"],
+        [
+            "validation",
+            "json",
+            "1",
+            "14 bytes",
+            "not counted: discover this subset and split alone",
+            "",
+        ],
+        ["column", "type"],
+        ["messages", "list<struct<role: text, content: text>>"],
+        ["tools", "list<struct<name: text>>"],
+        ["messages"],
+        [json.dumps(TALK)],
+        ["column", "type"],
+        ["instruction", "text"],
+        ["output", "text"],
+        ["instruction", "output"],
+        [CUT, ""],
+    ]
+    assert re.findall("<h2>(.*?)</h2>", text) == [
+        "Parts",
+        "train: columns",
+        "train: first rows",
+        "To read train",
+        "test: columns",
+        "test: first rows",
+        "To read test",
+        "validation: columns",
+        "To read validation, decide first",
+    ]
+    texts = [html.unescape(text) for text in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
+    assert texts[:2] == [proposal.yaml().rstrip() for proposal in proposals]
+    assert texts[2] == (
+        "validation: was listed only, not looked into. Discover it by its own subset and split."
+    )
+    assert proposals[1].yaml().splitlines() == [
+        "# Alpaca instructions",
+        "# instruction = 'instruction': named 'instruction' exactly",
+        "# output = 'output': named 'output' exactly",
+        "# 1 of the first 3 rows cannot be read so: nothing_to_train 1; row 0: the output is empty",
+        "datasets:",
+        f"- data_files: {several.parts[1].files[0]}",
+        "  prompt:",
+        "    format_type: alpaca",
+        "    input_columns:",
+        "    - instruction",
+        "    label_column: output",
+    ]
 
 
 def test_globs_hive_and_compressed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from matplotlib import style
 
 from easypipe.core.errors import StorageError, TrainError
 from easypipe.train.metrics.log import MetricsFile, perplexity, read_metrics
-from easypipe.train.report.pictures import plot_run
+from easypipe.train.report.pictures import pictures, plot_run
 
 
 def written(path, steps):
@@ -85,6 +85,17 @@ def test_plot_is_a_png_of_its_size(tmp_path):
     data = drawn["loss"].read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (1200, 750)
+
+
+def test_nothing_of_a_picture_stands_in_the_next(tmp_path: Path) -> None:
+    """They are drawn on one sheet, one after another."""
+    lines = [{"step": i, "loss": 4 / i, "learning_rate": i / 9, "data_wait": 0.5} for i in (1, 2)]
+    lines[0]["eval"] = {"held": {"loss": 3.0}}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    together = pictures(tmp_path)
+    assert list(together) == ["loss", "learning_rate", "data_wait"]
+    for name, picture in together.items():
+        assert pictures(tmp_path, (name,)) == {name: picture}
 
 
 def test_nothing_to_plot_is_said(tmp_path):

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from easypipe.train.report import numbers as numbers_module
 from easypipe.train.report.numbers import MOST_POINTS, CurvesReader, flows, thinned
 from easypipe.train.report.page import documents_of, page, write_report
 from easypipe.train.report.serve import server
+from page_cells import cells
 
 
 def run(folder: Path, steps: int = 30, name: str = "run") -> Path:
@@ -48,7 +50,7 @@ def run(folder: Path, steps: int = 30, name: str = "run") -> Path:
     plan = {"unit": "rows", "steps": steps, "datasets": [{**dataset, "tokens_placed": 9}]}
     write_kept(made / "plan.json", {**plan, "by_step": shares})
     changed = {"step": 9, "row": None, "changed": {"load.batch_size": "was 8, is 16"}}
-    (made / "run.yaml").write_text("data: {datasets: [{name: a}]}")
+    (made / "run.yaml").write_text("data: {datasets: [{name: a}]}  # für später")
     write_kept(made / "changes.json", [{**changed, "before": None}])
     write_restart(made, 9)
     return made
@@ -58,6 +60,16 @@ def numbers(text: str) -> list[dict[str, Any]]:
     found = re.search(r'<script type="application/json" id="numbers">(.*?)</script>', text)
     assert found is not None
     return json.loads(found[1])
+
+
+def paragraphs(text: str) -> list[str]:
+    """The sentences below and in place of tables."""
+    return re.findall(r"<p(?: class=\"none\")?>(.*?)</p>", text[text.index('id="tables"') :])
+
+
+def flow(links: Sequence[Any]) -> dict[tuple[str, str], int]:
+    assert all(set(link) == {"source", "target", "value"} for link in links)
+    return {(link["source"], link["target"]): link["value"] for link in links}
 
 
 def test_the_library_is_the_published_file() -> None:
@@ -82,10 +94,15 @@ def test_what_the_page_draws_is_what_the_run_wrote(tmp_path: Path) -> None:
     ]
     assert drawn["marks"][0]["text"] == "load.batch_size: was 8, is 16"
     assert drawn["mixture"]["a"]["so far"] == [1.0]
-    values = {(link["source"], link["target"]): link["value"] for link in drawn["flows"]}
-    assert values["a: stored", "a: drawn"] == 8
-    assert values["a: stored", "a: not drawn"] == 2
-    assert values["a: EOS", "pack a"] == 1
+    assert flow(drawn["flows"]) == {
+        ("a: encoded", "tokenize a"): 10,
+        ("tokenize a", "a: stored"): 10,
+        ("a: stored", "a: drawn"): 8,
+        ("a: stored", "a: not drawn"): 2,
+        ("a: drawn", "pack a"): 8,
+        ("a: EOS", "pack a"): 1,
+        ("pack a", "a: placed"): 9,
+    }
 
 
 def test_the_page_shows_the_config_of_the_run(tmp_path: Path) -> None:
@@ -127,14 +144,25 @@ def test_every_cell_of_every_table_is_told(tmp_path: Path) -> None:
     (made / "metrics.jsonl").write_text("\n".join(rates) + "\n")
     for step in (9, 30):
         (made / "checkpoints" / str(step)).mkdir(parents=True)
-    text = page([made])
-    cells = [
-        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)
-        for row in re.findall(r"<tr>(.*?)</tr>", text[text.index("<body") :], re.DOTALL)
+    bests = [
+        {"step": step, "loss": 1 / step, "checkpoint": f"checkpoints/{step}"} for step in (30, 8)
     ]
-    plain = [[re.sub(r"<[^>]+>", "", cell) for cell in row] for row in cells]
-    begun = next(row[1] for row in plain if re.fullmatch(r"20\d\d-.*:\d\d", row[-1]))
-    assert plain == [
+    write_kept(made / "best.json", bests)
+    documents = [{"dataset": "a", "file": "a.txt", "row": 7}]
+    undone = {"step": 6, "to": 4, "batch_of_step": 5, "documents": documents}
+    (made / "rollbacks.jsonl").write_text(json.dumps(undone) + "\n")
+    said = {"step": 3, "samples": [{"prompt": "<b>ask", "text": "answer"}]}
+    (made / "samples.jsonl").write_text(json.dumps(said) + "\n")
+    write_kept(made / "fingerprints.json", {"train": {"plan": "ab"}, "eval": {"held": None}})
+    versions = [
+        {"from_step": 0, "jax": "1", "python": "3"},
+        {"from_step": 9, "jax": "2", "new": "4"},
+    ]
+    write_kept(made / "versions.json", versions)
+    text = page([made])
+    told = cells(text)
+    begun = next(row[1] for row in told if re.fullmatch(r"20\d\d-.*:\d\d", row[-1]))
+    assert told == [
         ["folder", str(made)],
         ["last step logged", "30"],
         ["loss at first, at last", "4, 0.13333"],
@@ -144,7 +172,14 @@ def test_every_cell_of_every_table_is_told(tmp_path: Path) -> None:
         ["peak memory of a device, bytes", "77"],
         ["checkpoints of steps", "9, 30"],
         ["step", "held out", "loss", "nll", "perplexity", "targets"],
-        ["30", "&lt;/script&gt;&lt;b&gt;held", "0.5", "0.5", "1.6", "9"],
+        ["30", "</script><b>held", "0.5", "0.5", "1.6", "9"],
+        ["step", "prompt", "what the model wrote"],
+        ["3", "<b>ask", "answer"],
+        ["step", "loss", "checkpoint"],
+        ["30", "0.033333", "checkpoints/30"],
+        ["8", "0.125", "checkpoints/8 (gone)"],
+        ["at step", "back to", "skipped batch of step", "its documents"],
+        ["6", "4", "5", "a a.txt row 7"],
         ["", "changed", ""],
         ["from step 10", "load.batch_size", "was 8, is 16"],
         ["", "begun again, UTC"],
@@ -154,6 +189,42 @@ def test_every_cell_of_every_table_is_told(tmp_path: Path) -> None:
         ["stage", "dataset", "unit", "in", "out"],
         ["tokenize", "a", "tokens", "encoded 10", "stored 10"],
         ["pack", "a", "tokens", "EOS 1, drawn 8", "placed 9"],
+        ["data", "part", "fingerprint"],
+        ["training", "plan", "ab"],
+        ["held out: held", "", "not known to its loader"],
+        ["", "from step 0", "from step 9"],
+        ["jax", "1", "2"],
+        ["new", "not known", "4"],
+    ]
+    assert paragraphs(text) == []
+
+
+def test_a_table_that_is_not_there_says_why(tmp_path: Path) -> None:
+    made = tmp_path / "run"
+    made.mkdir()
+    (made / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert paragraphs(page([made])) == [
+        "there was none",
+        "the run had none written",
+        "not recorded",
+        "the run did not watch for spikes",
+        "nothing was changed while it ran",
+        "it was never begun again",
+        "plan.json is written when a run of several datasets stops",
+        "not recorded",
+        "not recorded",
+        "not recorded",
+        "no run.yaml",
+    ]
+    plan = {"unit": "rows", "steps": 1_200, "datasets": [], "notes": ["one", "two"]}
+    write_kept(made / "plan.json", plan)
+    (made / "ledger.json").write_text("{")
+    (made / "metrics.jsonl").write_text('{"step": 1201, "loss": 2.0}\n')
+    assert paragraphs(page([made]))[6:9] == [
+        "there was none",
+        "counted for the first 1,200 steps, when the run had come to its end there; it has gone on "
+        "since",
+        "one",
     ]
 
 
@@ -163,9 +234,14 @@ def test_tokens_that_are_drawn_twice_flow_from_somewhere() -> None:
         {**entry, "stage": "tokenize", "in": {"encoded": 5}, "out": {"stored": 5}},
         {**entry, "stage": "pack", "in": {"drawn": 12}, "out": {"placed": 12}},
     ]
-    links = {(link["source"], link["target"]): link["value"] for link in flows(entries, ["a"])}
-    assert links["a: drawn again", "a: drawn"] == 7
-    assert ("a: stored", "a: not drawn") not in links
+    assert flow(flows(entries, ["a"])) == {
+        ("a: encoded", "tokenize a"): 5,
+        ("tokenize a", "a: stored"): 5,
+        ("a: stored", "a: drawn"): 5,
+        ("a: drawn again", "a: drawn"): 7,
+        ("a: drawn", "pack a"): 12,
+        ("pack a", "a: placed"): 12,
+    }
 
 
 def test_a_long_curve_keeps_its_ends_and_its_spikes() -> None:
@@ -208,7 +284,9 @@ def test_the_server_shows_the_page_to_this_machine_alone(tmp_path: Path) -> None
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
 
-        assert numbers(ask("/")[1])[0]["name"] == "run"
+        whole = ask("/")[1]
+        assert numbers(whole)[0]["name"] == "run"
+        assert whole.endswith("</html>"), "as many bytes as were promised"
         for path in ("/ledger.json", "/../run/ledger.json", "/%2e%2e/", "/?x"):
             assert ask(path)[0] == 404, path
         assert ask("/", name="evil.example")[0] == 403

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError
 from easypipe.core.pages import Section, commit_page, render, shown
 from easypipe.core.values import Json, JsonValue
-from easypipe.train.metrics.log import SAMPLES, Record, read_metrics
+from easypipe.train.metrics.log import ROLLBACKS, SAMPLES, Record, read_metrics
 from easypipe.train.record import (
     BEST,
     CHANGES,
@@ -38,7 +38,6 @@ log = logging.getLogger("easypipe")
 
 T = TypeVar("T")
 PAGE = "report.html"  # the default file name, in the run's folder
-ROLLBACKS = "rollbacks.jsonl"
 MOST_LINES = 200  # lines of a table; the middle of a longer one is left out, with a note
 
 
