@@ -245,9 +245,9 @@ def test_answers_are_packed_as_the_losses_take_them(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "left", "targets"),
     [
-        ("lora_target_linear: false", [], None),
+        ("lora_target_linear: false", [], ("query", "value")),  # PEFT's own
         ("lora_target_linear: true", [], ("*",)),
-        ("lora_target_modules: 7", ["lora_target_modules"], None),
+        ("lora_target_modules: 7", ["lora_target_modules"], ("query", "value")),
     ],
 )
 def test_projections_that_are_off_or_no_list(
@@ -265,8 +265,7 @@ def test_projections_that_are_off_or_no_list(
         text.partition(":")[0],
     }
     assert [*made.left] == left
-    found = made.config["train"]["lora"].get("targets")
-    assert found is None if targets is None else tuple(found) == targets
+    assert tuple(made.config["train"]["lora"]["targets"]) == targets
 
 
 def test_every_whole_per_cent_of_a_mixer_is_a_split(tmp_path: Path) -> None:
@@ -279,7 +278,7 @@ def test_every_whole_per_cent_of_a_mixer_is_a_split(tmp_path: Path) -> None:
     splits = [one["split"] for one in made.config["data"]["datasets"]]
     assert splits == [f"train[:{n}%]" for n in range(1, 100)] + ["train", "train"]
     left = [told for told in made.left if "dataset_mixer" in told]
-    assert left == ["dataset_mixer, train", "dataset_mixer, its rows"]
+    assert left == [f"dataset_mixer, {of}" for of in ("train", "its rows", "their columns")]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,9 +367,110 @@ def test_options_of_preferences_that_files_spell_out(
         assert run.train.preference is None
         return
     assert {name: getattr(run.train.preference, name) for name in wanted} == wanted
+    assert run.data.pack.oversize == "drop"  # whole answers, also where the section is empty
     if tool == "trl":
         prompt = run.data.datasets[0].prompt
         assert (prompt.desirable_column is not None) == (wanted.get("loss") == "kto")
+
+
+LORA = {
+    "trl": {"use_peft": True},
+    "llamafactory": {"finetuning_type": "lora"},
+    "axolotl": {"adapter": "lora"},
+}
+SCHEDULE = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "path", "wanted"),
+    [
+        ("trl", LORA["trl"], "train.lora", {"rank": 16, "alpha": 32, "targets": ["query", "value"]}),
+        ("llamafactory", LORA["llamafactory"], "train.lora", {"rank": 8, "alpha": 16}),
+        ("llamafactory", LORA["llamafactory"] | {"lora_rank": 32}, "train.lora", {"alpha": 64}),
+        ("trl", {}, "train.optimizer", {"learning_rate": 2e-5}),
+        ("trl", {"beta": 0.1}, "train.optimizer", {"learning_rate": 1e-6}),
+        ("llamafactory", {}, "train.optimizer", {"learning_rate": 5e-5}),
+        ("axolotl", {"max_steps": 200}, "train.optimizer", {"warmup_steps": 6}),
+        ("axolotl", {"max_steps": 200, "warmup_steps": 0}, "train.optimizer", {"warmup_steps": None}),
+        ("trl", {}, "data.pack", {"seq_length": 1024}),
+        ("trl", {"max_length": None}, "data.pack", {"seq_length": None}),
+        ("llamafactory", {}, "data.tokenize", {"max_length": 2048}),
+        ("axolotl", {}, "data.tokenize", {"max_length": 512}),
+        (
+            "trl",
+            SCHEDULE | {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+            "train.optimizer",
+            {"final_fraction": 0.1},
+        ),
+        (
+            "trl",
+            SCHEDULE | {"lr_scheduler_kwargs": {"min_lr": 2.5e-5}},
+            "train.optimizer",
+            {"final_fraction": 0.25},
+        ),
+        (
+            "trl",
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 3.0}},
+            "train.optimizer",
+            {"power": 3.0, "final_fraction": 0.0},
+        ),
+    ],
+)  # fmt: skip
+def test_what_files_leave_out_is_as_their_tools_have_it(
+    tool: str, given: dict, path: str, wanted: dict, tmp_path: Path
+) -> None:
+    rows = {
+        "axolotl": {"base_model": "m", "datasets": [{"path": "a.jsonl", "type": "alpaca"}]},
+        "trl": {"model_name_or_path": "m", "dataset_name": "o/a"},
+        "llamafactory": {"model_name_or_path": "m", "dataset": "a"},
+    }
+    made = imported(tool, tmp_path, **rows[tool], **given)
+    from_dict(RunConfig, made.config)
+    found = made.part(path)
+    assert {name: found.get(name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "policy"),
+    [
+        ("axolotl", {"pretraining_dataset": [{"path": "o/a", "type": "pretrain"}]}, "split"),
+        ("axolotl", {"datasets": [{"path": "o/a", "type": "completion"}]}, "split"),
+        ("axolotl", {"datasets": [{"path": "o/a", "type": "chat_template"}]}, "drop"),
+        (
+            "axolotl",
+            {
+                "datasets": [{"path": "o/a", "type": "chat_template"}],
+                "excess_length_strategy": "truncate",
+            },
+            "keep_start",
+        ),
+        ("axolotl", {"datasets": [{"path": "o/a", "type": "alpaca"}]}, None),
+        ("llamafactory", {"dataset": "a", "stage": "pt"}, "split"),
+        ("llamafactory", {"dataset": "a", "stage": "pt", "packing": False}, None),
+        ("llamafactory", {"dataset": "a", "stage": "sft"}, None),
+        ("trl", {"dataset_name": "o/a", "packing": True}, None),
+        ("trl", {"dataset_name": "o/a", "packing": True, "packing_strategy": "bfd_split"}, "split"),
+        ("trl", {"dataset_name": "o/a", "packing": True, "packing_strategy": "wrapped"}, "split"),
+        ("trl", {"dataset_name": "o/a", "packing_strategy": "bfd_split"}, None),
+    ],
+)
+def test_rows_that_are_too_long_become_what_they_become_there(
+    tool: str, given: dict, policy: str | None, tmp_path: Path
+) -> None:
+    model = {"base_model" if tool == "axolotl" else "model_name_or_path": "m"}
+    run = from_dict(RunConfig, imported(tool, tmp_path, **model, **given).config)
+    [dataset] = run.data.datasets
+    assert (dataset.length and dataset.length.policy) == policy
+    assert run.data.pack.seq_length
+    if given.get("packing_strategy") == "wrapped":
+        assert run.data.pack.strategy == "concat"
+
+
+def test_a_config_of_rewards_is_none_of_preferences(tmp_path: Path) -> None:
+    given = {"reward_funcs": ["accuracy"], "num_generations": 4, "beta": 0.0}
+    made = imported("trl", tmp_path, model_name_or_path="m", dataset_name="o/a", **given)
+    assert {*given} <= {*made.left}
+    assert from_dict(RunConfig, made.config).train.preference is None
 
 
 def test_llamafactory_s_history_and_new_tokens(tmp_path: Path) -> None:

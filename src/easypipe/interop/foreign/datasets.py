@@ -22,6 +22,10 @@ OF_TURNS = {
     "message_field_training",
     "message_field_training_detail",
 }
+# The length policy of text that the other tool parts into rows, where rows of ours are cut short.
+SPLIT = {"policy": "split"}
+# What axolotl does with rows that are too long, as our length policies.
+EXCESS = {"drop": "drop", "truncate": "keep_start", "raise": "error"}
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz", ".zst")
 
 
@@ -88,7 +92,7 @@ def _axolotl_rows(key: Key) -> list[JsonObject]:
         elif kind == "alpaca":
             dataset["prompt"] = {"format_type": "alpaca"}
         elif kind == "completion":
-            dataset["content_field"] = one.get("field", "text")
+            dataset |= {"content_field": one.get("field", "text"), "length": dict(SPLIT)}
         elif kind in ("chat_template", "sharegpt"):
             dataset["content_field"] = one.get("field_messages", "messages")
         else:
@@ -99,6 +103,9 @@ def _axolotl_rows(key: Key) -> list[JsonObject]:
             "message_field_content", "split", "name", "revision", "ds_type",
         }  # fmt: skip
         if kind in ("chat_template", "sharegpt"):
+            dataset["length"] = {
+                "policy": EXCESS[str(given.get("excess_length_strategy") or "drop")]
+            }
             for name in OF_TURNS.intersection(one if "rl" in given else ()):
                 left[f"{at}.{name}"] = "theirs does not read it of preferences either"
             prompt = _axolotl_keys(left, at, one, flags="rl" not in given)
@@ -140,7 +147,7 @@ def axolotl_pretraining(key: Key) -> None:
         at = f"{key.name}[{number}]"
         dataset = _rows_of(key.made.left, at, one)
         column = one.get("text_column", one.get("field", "text"))
-        dataset["content_field"] = column
+        dataset |= {"content_field": column, "length": dict(SPLIT)}
         known = {"path", "data_files", "name", "split", "revision", "text_column", "field", "type"}
         if one.get("type", "pretrain") not in ("pretrain", "completion"):
             known.remove("type")

@@ -18,10 +18,13 @@ PROJECTIONS = {
 _ADAMW = "adamw", "which has no moments of 8 bits, paged or fused by hand: XLA fuses the update"
 OPTIMIZERS = {
     "adamw_torch": ("adamw", ""), "adamw_torch_fused": ("adamw", ""), "adamw_hf": ("adamw", ""),
+    "adamw_torch_4bit": _ADAMW, "adamw_torch_8bit": _ADAMW, "ao_adamw_4bit": _ADAMW,
+    "ao_adamw_8bit": _ADAMW, "ao_adamw_fp8": _ADAMW, "paged_adamw": _ADAMW,
     "adamw_8bit": _ADAMW, "adamw_bnb_8bit": _ADAMW, "paged_adamw_32bit": _ADAMW,
     "paged_adamw_8bit": _ADAMW, "adafactor": ("adafactor", ""), "muon": ("muon", ""),
     "lion_32bit": ("lion", ""), "lion_8bit": ("lion", "which has no moments of 8 bits"),
     "adamw": ("adamw", ""), "schedule_free_adamw": ("schedule_free", ""),
+    "optimi_adamw": ("adamw", ""),
 }  # fmt: skip
 SCHEDULES = {
     "cosine": "cosine", "linear": "linear", "constant": "constant", "polynomial": "polynomial",
@@ -177,6 +180,22 @@ def named(path: str, names: Mapping[str, str | tuple[str, str]]) -> Rule:
 
 
 length = to("data.pack.seq_length", "data.tokenize.max_length")
+
+
+def schedule_options(key: Key) -> None:
+    """Takes the options of a schedule, as transformers call them: where it ends, and how."""
+    names = {
+        "min_lr_rate": "final_fraction", "min_lr_ratio": "final_fraction", "power": "power",
+        "num_decay_steps": "cooldown_steps",
+    }  # fmt: skip
+    peak = key.given.get("learning_rate")
+    for name, value in key.value.items():
+        if name in names:
+            key.put(f"train.optimizer.{names[name]}", value)
+        elif name in ("min_lr", "lr_end") and peak:
+            key.put("train.optimizer.final_fraction", float(value) / float(peak))
+        else:
+            key.made.left[f"{key.name}.{name}"] = "no key of this name is known here"
 
 
 def packing(key: Key) -> None:
@@ -375,7 +394,15 @@ def of_preferences(rule: Rule, *ways: str) -> Rule:
 beta = to("train.preference.beta")
 
 
+# Keys of TRL's trainers that write answers and reward them.
+REWARDED = ("reward_funcs", "reward_weights", "num_generations", "use_vllm", "log_completions")
+NO_REWARDS = "no reinforcement learning is available here: no answers are written and rewarded"
+
+
 def trl_beta(key: Key) -> None:
+    if any(name in key.given for name in REWARDED):
+        key.leave(NO_REWARDS)
+        return
     beta(key)
     key.leave(
         "no trainer stands in the file: it is taken for DPO's; for another one set "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -12,6 +13,7 @@ from easypipe.core.config import load_yaml
 from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.values import Json, JsonObject, JsonValue
 from easypipe.interop.foreign.datasets import (
+    SPLIT,
     axolotl_datasets,
     axolotl_pretraining,
     axolotl_test_datasets,
@@ -34,7 +36,9 @@ from easypipe.interop.foreign.datasets import (
 )
 from easypipe.interop.foreign.rules import (
     NO_DROPOUT,
+    NO_REWARDS,
     OPTIMIZERS,
+    REWARDED,
     SCHEDULES,
     ForeignConfig,
     Key,
@@ -60,6 +64,7 @@ from easypipe.interop.foreign.rules import (
     reference,
     remat,
     reports,
+    schedule_options,
     sharded,
     simpo_margin,
     smoothing,
@@ -142,7 +147,8 @@ def written(made: ForeignConfig, tool: str, path: Path) -> str:
 def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
     """Sets what follows from several keys together."""
     load = made.part("data.load", make=True)
-    key, rows = _BATCH[tool]
+    defaults = _DEFAULTS[tool]
+    key, rows = defaults.batch
     key = "micro_batch_size" if "micro_batch_size" in given else key  # LLaMA-Factory has both
     rows, parts = given.get(key, rows), given.get("gradient_accumulation_steps", 1)
     for name, value in ((key, rows), ("gradient_accumulation_steps", parts)):
@@ -162,14 +168,24 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
         made.part("train.checkpoint", make=True)["every"] = None
     if tool != "axolotl":
         _finish_evaluation(made, given)
+    _finish_length(made, tool, given)
+    _finish_lora(made, tool)
     _finish_optimizer(made, tool)
-    if (asked := made.part("train.preference")) and "pack" in made.part("data"):
-        _pack_answers(made, given, pairs=asked.get("loss") not in UNPAIRED)
+    if "preference" in made.config["train"]:  # an empty section too
+        loss = made.part("train.preference").get("loss")
+        _pack_answers(made, given, pairs=loss not in UNPAIRED)
     _finish_mixture(made, given)
     for dataset in made.config.get("data", {}).get("datasets", ()):
         _finish_dataset(made, tool, given, dataset)
     for dataset in made.part("eval.held_out").get("datasets", ()):
         _finish_dataset(made, tool, given, dataset)
+
+
+# The keys that say where rows are.
+_ROWS_OF = (
+    "datasets", "pretraining_dataset", "dataset_mixture", "dataset_mixer", "dataset",
+    "dataset_name",
+)  # fmt: skip
 
 
 def _finish_mixture(made: ForeignConfig, given: Json) -> None:
@@ -181,8 +197,7 @@ def _finish_mixture(made: ForeignConfig, given: Json) -> None:
     if mix.get("stop_strategy") == "restart":
         made.part("data.load")["num_epochs"] = None  # it never ends
     if len(datasets) > 1 and "weights" not in mix:
-        names = ("datasets", "pretraining_dataset", "dataset_mixture", "dataset_mixer", "dataset")
-        name = next(name for name in names if name in given)
+        name = next(name for name in _ROWS_OF if name in given)
         made.left[f"{name}, its rows"] = (
             "each dataset is drawn from alike until it ends, and theirs shuffles the rows of all: "
             "for that set data.mix.weights to their numbers of rows (`easypipe plan`)"
@@ -192,15 +207,20 @@ def _finish_mixture(made: ForeignConfig, given: Json) -> None:
 def _finish_dataset(made: ForeignConfig, tool: str, given: Json, dataset: JsonObject) -> None:
     """Sets what all datasets have, and the columns that a way of training reads."""
     if tool == "trl" and not {"content_field", "prompt"} & {*dataset, *made.dataset}:
+        made.left[f"{next(one for one in _ROWS_OF if one in given)}, their columns"] = (
+            "theirs finds them in the rows, and here they are guessed: look at content_field or "
+            "prompt of each dataset; TRL trains all of conversations (train_on: all) unless "
+            "assistant_only_loss is set"
+        )
         if made.part("train.preference").get("loss") in UNPAIRED:
             dataset["prompt"] = preferred({}, judged=True)
-        elif "preference" in made.config.get("train", {}) or "beta" in given:
+        elif "preference" in made.config.get("train", {}):
             dataset["prompt"] = {
                 "input_columns": ["chosen"],
                 "rejected_column": "rejected",
                 "train_on": "last_assistant",
             }
-        elif given.get("chat_template") or "dataset_mixture" in given:
+        elif any(map(given.get, ("chat_template", "dataset_mixture", "assistant_only_loss"))):
             dataset["content_field"] = "messages"
             if not given.get("assistant_only_loss"):
                 dataset["train_on"] = "all"
@@ -213,12 +233,56 @@ def _finish_dataset(made: ForeignConfig, tool: str, given: Json, dataset: JsonOb
             dataset.setdefault(name, value)
 
 
-# The key that says how many rows a device has, and how many they are where it is left out.
-_BATCH = {
-    "axolotl": ("micro_batch_size", 1),
-    "trl": ("per_device_train_batch_size", 8),
-    "llamafactory": ("per_device_train_batch_size", 8),
+@dataclass(frozen=True)
+class _Defaults:
+    """What a tool takes where its file says nothing.
+
+    Attributes:
+        batch: The key that says how many rows a device has, and its default.
+        length: Most tokens of a row.
+        rate: The learning rate, and the one where preferences are trained; None: it must be given.
+        lora: Options of adapters.
+    """
+
+    batch: tuple[str, int]
+    length: int
+    rate: tuple[float, float] | None
+    lora: JsonObject
+
+
+_PEFT_TARGETS = ["query", "value"]  # PEFT's own for decoders of the Llama kind
+_DEFAULTS = {
+    "axolotl": _Defaults(("micro_batch_size", 1), 512, None, {"targets": _PEFT_TARGETS}),
+    "trl": _Defaults(
+        ("per_device_train_batch_size", 8),
+        1024,
+        (2e-5, 1e-6),
+        {"rank": 16, "alpha": 32, "targets": _PEFT_TARGETS},
+    ),
+    "llamafactory": _Defaults(("per_device_train_batch_size", 8), 2048, (5e-5, 5e-5), {"rank": 8}),
 }
+# The keys that say how many tokens a row has.
+_LENGTHS = ("sequence_len", "max_length", "max_seq_length", "cutoff_len")
+
+
+def _finish_length(made: ForeignConfig, tool: str, given: Json) -> None:
+    """Sets the other tool's default of a row's length, and which datasets it parts into rows."""
+    if not any(name in given for name in _LENGTHS):
+        made.part("data.pack", make=True)["seq_length"] = _DEFAULTS[tool].length
+        made.part("data.tokenize", make=True)["max_length"] = _DEFAULTS[tool].length
+    if given.get("stage") == "pt" and given.get("packing", True):
+        made.dataset["length"] = dict(SPLIT)
+
+
+def _finish_lora(made: ForeignConfig, tool: str) -> None:
+    """Sets the other tool's defaults of adapters."""
+    if "lora" not in made.config.get("train", {}):
+        return
+    options = made.part("train.lora")
+    for name, value in _DEFAULTS[tool].lora.items():
+        options.setdefault(name, value)
+    if tool == "llamafactory":
+        options.setdefault("alpha", 2 * options["rank"])
 
 
 def _finish_evaluation(made: ForeignConfig, given: Json) -> None:
@@ -237,25 +301,35 @@ def _finish_optimizer(made: ForeignConfig, tool: str) -> None:
     for option, value in {"weight_decay": 0.0, "beta2": 0.999}.items():
         if option in DEFAULTS[name]:
             options.setdefault(option, value)
+    steps = made.config["train"].get("steps")
+    if (
+        tool == "axolotl"
+        and steps
+        and not {"warmup_steps", "warmup_ratio"} & {*made.carried, *made.left}
+    ):
+        options["warmup_steps"] = min(int(0.03 * steps), 100)
+    if rates := _DEFAULTS[tool].rate:
+        options.setdefault("learning_rate", rates["preference" in made.config["train"]])
     if name != "schedule_free":
         options.setdefault("schedule", "cosine" if tool == "axolotl" else "linear")
     if options.get("schedule") in ("cosine", "linear", "polynomial", "wsd"):
         options.setdefault("final_fraction", 0.0)
     if options.get("schedule") == "polynomial":
-        options["power"] = 1.0
+        options.setdefault("power", 1.0)
 
 
 def _pack_answers(made: ForeignConfig, given: Json, *, pairs: bool) -> None:
     """Packs whole answers into rows, where the other tool pads each."""
-    pack = made.part("data.pack")
+    pack = made.part("data.pack", make=True)
     pack.pop("enabled", None)
     pack |= {"strategy": "first_fit", "oversize": "drop"}
     if pairs and pack.get("seq_length"):
         pack["seq_length"] *= 2
-        names = ("sequence_len", "max_length", "max_seq_length", "cutoff_len")
-        Key(made, next(name for name in names if name in given), given).say(
-            f"and data.pack.seq_length {pack['seq_length']}: a row holds both answers"
-        )
+        for name in _LENGTHS:
+            if made.carried.get(name):
+                Key(made, name, given).say(
+                    f"and data.pack.seq_length {pack['seq_length']}: a row holds both answers"
+                )
     for name in ("packing", "sample_packing"):
         if name in made.carried:
             made.carried[name] = "answers are packed, each a segment of its own"
@@ -284,7 +358,16 @@ _CHOSEN = needless("the fastest attention of the device is taken")
 _QUANTIZED = "quantized weights are not known here: they stay in model.dtype"
 
 
-_ROWS = needless("data.pack.strategy says how rows are laid out")
+def strategy_of_packing(key: Key) -> None:
+    """TRL's ways of packing, of which two keep all of a text that is longer than a row."""
+    if key.value in ("bfd", "bfd_split"):
+        key.carry("data.pack.strategy: first_fit")
+    elif key.value == "wrapped" and key.given.get("packing"):
+        key.put("data.pack.strategy", "concat")
+    else:
+        key.unknown(": bfd, bfd_split and wrapped are")
+    if key.value != "bfd" and key.given.get("packing"):
+        key.made.dataset["length"] = dict(SPLIT)
 
 
 _COMPILED = needless("XLA compiles the whole step, and fuses it")
@@ -307,6 +390,7 @@ _COMMON: dict[str, Rule] = {
     "adam_beta2": to("train.optimizer.beta2"),
     "adam_epsilon": to("train.optimizer.epsilon"),
     "max_grad_norm": clip,
+    "lr_scheduler_kwargs": schedule_options,
     "warmup_steps": whole("train.optimizer.warmup_steps", "is off"),
     "warmup_ratio": warmup,
     "max_steps": whole("train.steps", "says that there is no limit"),
@@ -363,7 +447,6 @@ _TRANSFORMERS: dict[str, Rule] = {
     "per_device_eval_batch_size": needless("held-out data takes batches of the same size"),
     "optim": named("train.optimizer.name", OPTIMIZERS),
     "lr_scheduler_type": named("train.optimizer.schedule", SCHEDULES),
-    "lr_scheduler_kwargs": leave("see final_fraction and power of train.optimizer"),
     "packing": packing,
     "logging_strategy": strategy("train.log_every"),
     "run_name": leave("see the name of train.callbacks.wandb; a run is called after its folder"),
@@ -392,6 +475,7 @@ _AXOLOTL: dict[str, Rule] = {
     "dataset_prepared_path": to("data.cache_dir"),
     "val_set_size": held_out,
     "sequence_len": length,
+    "excess_length_strategy": needless("in length of the datasets of conversations"),
     "sample_packing": packing,
     "eval_sample_packing": needless("held-out data is packed as `data` is"),
     "pad_to_sequence_len": needless("packed rows are full"),
@@ -512,6 +596,7 @@ _TRL: dict[str, Rule] = {
     "assistant_only_loss": assistant_only,
     "completion_only_loss": always("prompts are not targets"),
     "beta": trl_beta,
+    **dict.fromkeys(REWARDED, leave(NO_REWARDS)),
     "loss_type": loss,
     "label_smoothing": smoothing,
     "precompute_ref_log_probs": reference,
@@ -520,7 +605,7 @@ _TRL: dict[str, Rule] = {
     "undesirable_weight": judged("train.preference.undesirable_weight"),
     "max_completion_length": leave("answers are cut by the length policy of the dataset"),
     "truncation_mode": leave("see the length policy of the dataset: keep_start, keep_end"),
-    "packing_strategy": _ROWS,
+    "packing_strategy": strategy_of_packing,
     "padding_free": needless("rows are packed, or padded, by data.pack and the collator"),
     "eos_token": leave("the tokenizer's own is taken; see data.pack.eos_token_id"),
     "use_liger_kernel": needless("the loss is fused with the head always"),

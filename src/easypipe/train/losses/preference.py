@@ -159,8 +159,6 @@ def _orpo(pairs: Pairs, config: PreferenceConfig) -> Array:
 
     It is the chosen answer's own loss, a mean over its tokens, plus β times the loss of the odds
     ratio.
-
-    times the loss of the odds ratio.
     """
     chosen, rejected = pairs.means
     odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
