@@ -1,4 +1,4 @@
-"""The history of a run whose data was changed: which configuration stood at which step.
+"""The history of a run whose data was changed: its spans of steps, the loader and plan of each.
 
 span  the steps of a run that read the data of one configuration; a run that was never changed is
       one span

@@ -1,4 +1,4 @@
-"""Whole jobs: tokenize_and_save(), and preparing what a config describes, whole or in parts."""
+"""Whole jobs: tokenize_and_save(), preparing a config's data, and the rows held out of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numba kernels that read mapped token files by address.
+"""Numba kernels that read mapped token files by address: lengths and EOS flags of documents.
 
 A gather over thousands of files then needs no list of arrays. Callers own the memory: an address is
 only valid while the object it came from lives.

@@ -1,4 +1,4 @@
-"""Lists what lies in a cache folder, and clears it: datasets, with what no other dataset needs.
+"""Lists a cache folder's datasets and clears them, with leftovers that are old and needed nowhere.
 
 in use    an open reader holds the lock of its manifest (core/locks.py); such a dataset is never
           removed

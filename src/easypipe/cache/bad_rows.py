@@ -1,4 +1,4 @@
-"""Bad rows of a preparation: the error budget, and the quarantine file that holds them."""
+"""Bad rows of a preparation: their error budget, its message, and the file of quarantined rows."""
 
 from __future__ import annotations
 

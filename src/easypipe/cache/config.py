@@ -1,4 +1,4 @@
-"""CacheConfig: how a token cache at a URL is reached and read."""
+"""CacheConfig: how a token cache at a URL is reached and read, and how much of it is staged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of encoders, which make documents of rows, and the columns of those documents."""
+"""The protocols of read rows and of encoders that make documents of them; the hash of documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the cache folder of a dataset: the pipeline's, the dataset's own, or a temporary one."""
+"""Chooses the folder of caches and line indexes; warns if other users may write to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest of a token cache: one JSON file, written last, that commits a prepared dataset.
+"""The manifest that commits a token cache: its JSON, counts, fingerprint, and what contradicts it.
 
 cache_dir/
   manifests/<key>.json                 this file; key = digest of the range keys and of how bad

@@ -1,4 +1,4 @@
-"""Token files on this machine, mapped into memory at addresses that do not change.
+"""Maps token files of this machine to fixed addresses: how many at once, and whether each is sound.
 
 A process maps at most vm.max_map_count files (only Linux has that limit). Caches are mapped whole
 when they are opened, until those of the process use half of it. From then on each file has its

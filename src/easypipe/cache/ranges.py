@@ -1,4 +1,4 @@
-"""Cuts a source into ranges of rows, and reads and writes the record that commits each range.
+"""Cuts a source into ranges of rows, by how many bytes; the records that commit each range.
 
 range   rows of one shard that are tokenized, stored and committed together
 recipe  the encoding key: a digest of everything that decides tokens but the text, as cache format,

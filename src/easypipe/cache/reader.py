@@ -1,4 +1,4 @@
-"""TokenCache reads a token cache: documents as token ids in memory-mapped Arrow files.
+"""TokenCache: the documents of a token cache by number, their lengths, EOS flags and columns.
 
 The length of every document is known before a token is touched.
 

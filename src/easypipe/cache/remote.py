@@ -1,4 +1,4 @@
-"""Token files in a bucket: kernels read a sparse local file that is filled as bytes are needed.
+"""Token files in a bucket: fetched by parts into a sparse local file of limited size, for kernels.
 
 part     a token file (cache/manifest.py), given a place in the sparse file that begins at a page;
          its map exists from the start, its tokens do not

@@ -1,4 +1,4 @@
-"""Repairs a token cache: what verify.py found broken is made again from the source.
+"""Repairs a token cache: what verify.py found broken is set aside and made again from the source.
 
 What is intact stays as it is, byte for byte. A broken file is set aside, not deleted, until there
 is a new one: a repair that fails leaves everything as it was.

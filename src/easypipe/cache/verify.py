@@ -1,4 +1,4 @@
-"""Verifies a token cache: every byte of its files, the manifest, and the records of its ranges.
+"""Verifies a token cache: bytes, manifest, records, tokenizer; the findings of every verifier.
 
 Nothing is changed here; cache/repair.py repairs what is found.
 """

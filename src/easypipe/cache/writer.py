@@ -1,4 +1,4 @@
-"""CacheWriter fills a token cache: reads, tokenizes or reuses ranges, then commits a manifest.
+"""CacheWriter fills a token cache by threads: it tokenizes or reuses ranges, commits a manifest.
 
 Whatever was committed is used again: a range whose file did not change is not read, and one whose
 text did not change is not tokenized. A process that is killed leaves committed ranges behind, and

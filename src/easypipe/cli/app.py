@@ -1,4 +1,4 @@
-"""Registers the commands, reads global options, and turns errors into messages and exit codes.
+"""Registers the commands, reads global options, sets up the log, turns errors into exit codes.
 
 Users see one line of an error; --debug shows the traceback.
 """

@@ -1,4 +1,4 @@
-"""`easypipe cache list` and `easypipe cache clear`."""
+"""`easypipe cache list` and `easypipe cache clear`: their options, and what they print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands read from a config: its data, and the steps and seed of a run.
+"""What commands read from a config (data, steps, seed), and the refusal of streamed data.
 
 This file loads no jax.
 """

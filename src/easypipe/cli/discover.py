@@ -1,4 +1,4 @@
-"""`easypipe discover`: shows what a dataset holds, and a config that reads it."""
+"""`easypipe discover`: shows what a dataset holds, and a config; takes your columns and roles."""
 
 from __future__ import annotations
 

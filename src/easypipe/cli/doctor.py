@@ -1,4 +1,4 @@
-"""`easypipe doctor`: tests the laws on this machine, or on a config and the start of its data."""
+"""`easypipe doctor`: tests the laws on this machine or on a config, and tells what that takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`easypipe explain`: shows which documents are in a batch, from the config alone."""
+"""`easypipe explain`: prints which documents are in a batch, and the start of each one's text."""
 
 from __future__ import annotations
 

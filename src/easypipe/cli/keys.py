@@ -1,4 +1,4 @@
-"""`easypipe config` and `easypipe schema`, and shell completion of config keys.
+"""`easypipe config`, `easypipe schema`; completes keys, and says which key an unknown option is.
 
 They read easypipe.schema.json, which docs/reference.py makes from the config classes; a test checks
 it against them.

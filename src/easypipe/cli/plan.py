@@ -1,4 +1,4 @@
-"""`easypipe plan`: shows what a run would do, before it does anything."""
+"""`easypipe plan`: prints what a run would do; how many steps it plans, for which devices."""
 
 from __future__ import annotations
 

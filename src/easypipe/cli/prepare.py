@@ -1,4 +1,4 @@
-"""`easypipe prepare`: tokenizes, mixes, packs and saves the data of a config."""
+"""`easypipe prepare`: tokenizes, packs and saves a config's data, whole or one part of many."""
 
 from __future__ import annotations
 

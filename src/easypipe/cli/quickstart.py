@@ -1,4 +1,4 @@
-"""`easypipe quickstart`, and the project folder that it writes: texts, a config, a README."""
+"""`easypipe quickstart`, and the project that it writes: texts, a tokenizer, a config, a README."""
 
 from __future__ import annotations
 

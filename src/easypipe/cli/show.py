@@ -1,4 +1,4 @@
-"""Terminal output of the commands: progress bars, the training line, tables, reports."""
+"""What commands print: the training line, tables, the ledger, saved folders, pages; progress."""
 
 from __future__ import annotations
 

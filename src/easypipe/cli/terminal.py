@@ -1,4 +1,4 @@
-"""The terminal on which everything is printed, and its progress bars."""
+"""The console: foreign text is shown as it is, and progress bars wrap long text, never cut it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`easypipe train`: prepares the data that is not prepared, and trains from the last checkpoint."""
+"""`easypipe train`: prepares data, trains from the last checkpoint, prints losses and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`easypipe verify`: checks a token cache, saved folder or checkpoint, and repairs it."""
+"""`easypipe verify`: checks a token cache, saved folder or checkpoint; repairs the first two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chatting and printing for `easypipe generate`, with text that cannot control the terminal."""
+"""Loads the model of `easypipe generate` and `eval`; chats, and prints text that cannot do harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Document 004 from a config: ClassifyConfig, its labelled images, its plan and its training.
+"""Document 004 by a config: ClassifyConfig, images copied to disk, their labels, plan, training.
 
 The command `easypipe` calls these functions and adds nothing. The TaskSpec chooses the collator,
 UniversalDataModule makes the batches, and Trainer's engine does the training.

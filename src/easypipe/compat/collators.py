@@ -1,4 +1,4 @@
-"""Document 001, collation: batches from rows of tokens, for users who hold rows.
+"""Document 001, collation: rows of tokens padded to batches of NumPy arrays, jax.Arrays or lists.
 
 They make batches from rows of tokens, for users who hold rows; `Pipeline.load()` needs none of
 them.

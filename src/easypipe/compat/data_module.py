@@ -1,4 +1,4 @@
-"""Document 004: UniversalDataModule makes loaders of training and validation rows from any dataset.
+"""Document 004: UniversalDataModule splits a dataset of any kind into train and validation loaders.
 
 The task chooses the collator.
 """

@@ -1,4 +1,4 @@
-"""Document 001: PreprocessedDataset and StreamingPreprocessedDataset, whose rows are encoded."""
+"""Document 001: PreprocessedDataset and StreamingPreprocessedDataset encode rows; also subsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All documents: objects of other libraries and users, and the tokenizers that they are or name."""
+"""All documents: users' own tokenizers and those that objects are or name; the token that pads."""
 
 from __future__ import annotations
 

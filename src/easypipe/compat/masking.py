@@ -1,4 +1,4 @@
-"""Document 004, masked language modelling: `create_masked_lm_collate` hides tokens at random.
+"""Document 004, masked language modelling: which tokens or whole words are hidden, and how.
 
 Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers (NAACL 2019), 3.1: of the
 tokens that are chosen, 80 % become the mask token, 10 % another token at random, 10 % stay. The

@@ -1,4 +1,4 @@
-"""Document 000, training: `Trainer("owner/model", data=...)` fine-tunes in one line.
+"""Document 000, training: `Trainer("owner/model", data=..., evals=...)` fine-tunes in one line.
 
 It takes a model, the options of its training, and loaders or data by name.
 """

@@ -1,4 +1,4 @@
-"""Document 004, images: VisionDataCollator decodes, resizes and normalises them into batches.
+"""Document 004, images: decoded, resized, normalised and batched, alone or with tokens beside them.
 
 Pillow (the extra `[vision]`) decodes; rows that are already arrays do not need it.
 

@@ -1,4 +1,4 @@
-"""Aligned columns: lists beside `input_ids` with a number, or some numbers, for every token.
+"""Aligned columns: lists of numbers beside `input_ids`, for every token, and their neutral values.
 
 The loss mask is one too; it is handled elsewhere, because it decides the labels.
 """

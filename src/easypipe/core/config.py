@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Strict configs: frozen dataclasses from dicts, YAML and `--set`; which may name functions, when.
+"""Strict configs: frozen dataclasses from dicts, YAML, `--set`; which may name Python functions.
 
     @config
     class PackStageConfig:

@@ -1,4 +1,4 @@
-"""Users' functions and objects: finding `module:function`, and fingerprints for the token cache.
+"""Users' functions and objects: finds `module:function`, takes fingerprints, warns where none is.
 
 Code cannot be fingerprinted (what it calls may change without it), so a function is known by its
 name, by the values that it holds, and by a version that its author gives it. A function without a

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Locks of the operating system that say who prepares, reads or clears a cache folder.
+"""Locks: who prepares, reads, clears, saves or trains in a folder, and what is said while waiting.
 
 A process that dies, however it dies, releases its locks.
 

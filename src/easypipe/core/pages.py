@@ -1,4 +1,4 @@
-"""HTML pages from jinja2 templates: all reports of easypipe extend base.html.jinja.
+"""HTML pages of sections (tables, notes, text) from jinja2 templates, which all reports share.
 
 These are runs, plans, discoveries, previews, masks and the doctor.
 """

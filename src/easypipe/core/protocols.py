@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""The protocols of sources, transforms, stages and loaders, and their laws; rejects of rows.
+"""Protocols of sources, transforms, stages and loaders; what a source declares; rejects of rows.
 
 The laws stand in the docstrings; tests/laws.py checks every implementation against them.
 """

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Tells within seconds whether the Hub can be reached."""
+"""Tells within seconds why the Hub cannot be reached, and what a name it lacks may stand for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Retries, time limits and hidden secrets for all calls to remote storage; ranged reads over HTTP.
+"""Calls to remote storage: retries, time limits, errors without secrets; ranged reads over HTTP.
 
 A call that fails for a passing reason (429, 5xx, a reset, a timeout, fewer bytes than were asked
 for) is made again after a wait that doubles, with jitter, until the policy's attempts or its

@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Safe YAML: no tags, no duplicate keys, no aliases that grow; 1e-4 is a number."""
+"""Safe YAML: limits of its size and depth, no tags or duplicate keys; 1e-4 is a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and dtypes of all columns, the Arrow types of this package, and `OutputSchema`.
+"""Names and dtypes of columns, their Arrow types, exact casts, JSON columns, and `OutputSchema`.
 
 At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_ids`, `position_ids`;
 `labels` exist only in batches.

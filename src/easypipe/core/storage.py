@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Reads and commits files atomically, on disks and object stores; sweeps what killed writers left.
+"""Reads and commits files and JSON, on disk or in a store, atomically; sweeps what was left behind.
 
 Law (commit or nothing): whoever looks at `path` sees the old bytes or the new ones, whenever this
 process is killed. Locally: a temporary name, fsync, rename, fsync of the folder. On object stores:

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Decides which servers are sent secrets: those that the environment or the command line names.
+"""Decides which servers, named by environment or command line, get secrets and the Hub's token.
 
 A configuration may name any address, so it cannot make one trusted: the machine's own credentials
 (HF_TOKEN, the login of the Hub's client, cloud accounts) go to huggingface.co, to HF_ENDPOINT, and

@@ -1,4 +1,4 @@
-"""`discover`: finds out what is in a dataset: its splits, columns, rows, and their kind.
+"""`discover`: finds the subsets and splits of files, Hub or memory, and looks into each part.
 
 It reads little and bounded, however large the dataset is: footers of parquet and Arrow, the first
 megabytes of files of lines, what a Hub dataset's card says.

@@ -1,4 +1,4 @@
-"""What `discover` found in a dataset: its parts, what their rows are, how a config reads them."""
+"""What `discover` found in a dataset, as text and JSON: its parts, their columns, rows and kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inspection of files: looks at their first rows, and at what their footers and indexes say."""
+"""Looks at the first rows of files and at their footers, and tells how many rows there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proposes a config for unknown rows, with reasons, and tries it on the first rows."""
+"""Proposes a config for unknown rows, with reasons and roles, and tries it on the first rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Check, a trial that the doctor makes, and Finding, its result; `examine` runs them."""
+"""Check, a trial that the doctor makes, and its Finding; `examine` runs them; their page."""
 
 from __future__ import annotations
 

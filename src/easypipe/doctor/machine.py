@@ -1,4 +1,4 @@
-"""Checks of this machine: what is installed, devices, a folder's file system, clock, limits."""
+"""Checks of this machine: packages, devices, locks, atomic renames, a kill, the clock, limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a run's model on batches of its data: with its own options, made small."""
+"""Checks of a run's model, made small: a packed row equals its documents alone; accumulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparing on a Ray cluster: its workers tokenize ranges into a cache folder that all share.
+"""Preparing on a Ray cluster: workers tokenize ranges in tasks, tried again, into a shared folder.
 
 The cluster is the one that Ray is connected to, that RAY_ADDRESS names or that runs on this
 machine, else one that is started here for as long as preparing takes.

@@ -1,4 +1,4 @@
-"""Pushes a publication to a dataset repository of the Hugging Face Hub, through its own client.
+"""Pushes a publication to a dataset repository of the Hub (private or not); explains refusals.
 
 One commit makes it visible, after all files were uploaded: a reader of the repository sees the old
 state or the new one. Uploads are by content, so that a push that was stopped uploads only what is

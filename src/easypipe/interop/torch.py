@@ -1,4 +1,4 @@
-"""Loaders and streams of rows as torch IterableDatasets; needs the extra `[torch]`."""
+"""Loaders and streams of rows as torch IterableDatasets, and the workers they refuse."""
 
 from __future__ import annotations
 

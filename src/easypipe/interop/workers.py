@@ -1,4 +1,4 @@
-"""Talks to torch's DataLoader, without loading torch where it is not loaded yet."""
+"""Workers of torch's DataLoader: how datasets share rows among them, without loading torch."""
 
 from __future__ import annotations
 

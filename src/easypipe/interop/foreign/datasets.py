@@ -1,6 +1,4 @@
-"""The rules for the datasets of another tool's config: where their rows are, and how they are
-read.
-"""
+"""The rules for datasets of another tool's config: where rows are, how they are read and mixed."""
 
 from __future__ import annotations
 

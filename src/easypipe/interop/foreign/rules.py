@@ -1,4 +1,4 @@
-"""The rules that say what becomes of one key of another tool's config, one for each kind of key."""
+"""The rules for single keys of another tool's config: optimizer, preference loss, adapters ..."""
 
 from __future__ import annotations
 
