@@ -1,4 +1,4 @@
-"""The Pipeline: stages in a chain, each lazy and frozen; `build()` does the work.
+"""The Pipeline: a method for each stage, lazy and frozen; `build()`, prepare, plan, write, repair.
 
 pipeline = Pipeline.from_config(config)
 loader = pipeline.source().tokenize().mix().pack().load().build()

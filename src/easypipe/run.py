@@ -1,4 +1,4 @@
-"""A whole run in one config: data, model, training; the command line calls these functions."""
+"""RunConfig, a whole run; prepares, plans and trains it; checks whether data and model fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes batches from rows at rest: their columns, and the only label shift there is.
+"""Makes batches from rows at rest: which columns, how wide and padded, and the only label shift.
 
 `labels[t]` is the token at `t + 1` where that token is of the same segment and a target (its
 `loss_mask` is 1), else -100. So the last token of every segment, padding, and whatever stands

@@ -1,4 +1,4 @@
-"""The options of a loader, and the checks that need nothing else."""
+"""LoadStageConfig: the options of a loader, their checks, and how many streams a batch allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the documents of a batch again from its number alone, without a log of what was trained.
+"""Finds the documents of a batch again from its number, with their text and which part each is.
 
 step     a batch, counted from 0
 row      of the batch, from 0; `number` is the row of the run

@@ -1,4 +1,4 @@
-"""The Loader: global batch t is rows t * batch_size onward, made ahead, laid out on the mesh.
+"""The Loader: batch t is rows t * batch_size onward, made ahead; its length, state and restore.
 
 batch    global, the same for every process; a process makes only its rows of it. Steps (steps.py)
          says which rows these are

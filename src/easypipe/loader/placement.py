@@ -1,4 +1,4 @@
-"""Places host batches as `jax.Array`s on a mesh.
+"""Places host batches on a mesh as `jax.Array`s; makes meshes; tells which rows a process reads.
 
 This is the one file of the data path that imports jax, and only when a mesh is asked for.
 

@@ -1,4 +1,4 @@
-"""Items made ahead by threads, handed out in order, with a timeout for one that never comes.
+"""Items made ahead by threads, handed out in order, with a timeout that names the stage that hangs.
 
 item     the result of `make(index)`; indices count up from the start, one index is one batch
 ahead    how many items may be made or in the making beyond the one last taken: the bound of memory

@@ -1,4 +1,4 @@
-"""LoaderState: where a loader stands, beside any checkpoint, and what may differ on resume."""
+"""LoaderState: where a loader stands, how its data or batches changed, and what may on resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows stand in which batch: arithmetic over the sizes of batches.
+"""Which rows stand in which batch: arithmetic over batch sizes, which may change by step.
 
 step    the number of a batch, from 0: one batch is one training step
 """

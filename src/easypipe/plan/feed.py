@@ -1,6 +1,4 @@
-"""Feed, the protocol of what windows draw documents from, and CachedFeed, its form over token
-caches.
-"""
+"""Feed, the protocol of what windows draw documents from, and CachedFeed over token caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of documents, as arithmetic: the n-th of a dataset, and which stream is next.
+"""The order of documents: the n-th of a dataset after shuffling, and which stream's row is next.
 
 Position `p` of pass `e` over a dataset of `num_docs` documents is document `permutation_e(p)`: a
 keyed Feistel permutation, a new one for every pass, computed for one position at a time. The

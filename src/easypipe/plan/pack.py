@@ -1,4 +1,4 @@
-"""Packing: which row and slot every piece of a document gets, planned from lengths alone.
+"""Packing: which row and slot each piece of a document gets, by strategy; what is too long for one.
 
 window  the documents that are packed together; a row never holds two windows
 draw    a document of the window, by its index in draw order

@@ -1,4 +1,4 @@
-"""PlanSpec and PlanDataset, what a plan is made of; WindowState, the state between two windows."""
+"""PlanSpec and PlanDataset, what a plan is made of: window sizes, fingerprint; also WindowState."""
 
 from __future__ import annotations
 

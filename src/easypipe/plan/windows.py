@@ -1,4 +1,4 @@
-"""Plan: the windows one after another, and which documents stand in any row.
+"""Plan: the windows one after another, which of them it keeps, and what stands in any row.
 
 row     a row of the whole run, counted over all epochs
 window  `spec.window_docs` draws (fewer where an epoch ends; under "concat", those that fill whole

@@ -1,4 +1,4 @@
-"""`masks`: what a chat template, or a tokenizer's own, trains: proven, or the reason why not."""
+"""`masks`: what a chat template trains, on sample conversations or yours; proven, or why not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`parity`: the first rows of a config, tokenized and masked here and by transformers, side by
-side.
+"""`parity`: the first rows of a config, tokenized and masked here and by transformers.
 
 What is compared is what rows become before lengths, mixing and packing, which transformers does not
 do.

@@ -1,5 +1,4 @@
-"""`preview`: the first samples of a config as the model will see them: what is trained, what is
-cut.
+"""`preview`: makes the first samples of a config: what is trained, cut, or becomes no document.
 
 They are made by the pipeline itself from the first rows of each dataset, and explained by
 `Loader.explain`. Nothing is kept.

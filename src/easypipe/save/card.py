@@ -1,4 +1,4 @@
-"""Writes the dataset card of a saved folder, with the YAML that the Hub and `datasets` read.
+"""Writes the dataset card (README.md) of saved folders, with the YAML that the Hub reads.
 
 In the folder, the card is in files that readers of whole folders pass over, since their names begin
 with `_` or `.`: pandas and pyarrow take every other file for data. Only a repository on the Hub has

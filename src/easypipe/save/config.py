@@ -1,4 +1,4 @@
-"""SaveStageConfig: where rows are saved, in which format and codec, in how many files."""
+"""SaveStageConfig: where rows are saved, in which format, codec and sizes, and their upload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of an output folder, records of its finished files, and which run it belongs to."""
+"""The states of an output folder: whose it is, what else it holds, records of finished files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes one publication of saved folders: in the root of a repository, or below by dataset."""
+"""Which files of saved folders go into a dataset repository, and where: in its root, or below."""
 
 from __future__ import annotations
 

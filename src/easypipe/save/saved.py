@@ -1,4 +1,4 @@
-"""The folders that `save()` wrote: SavedManifest, and SavedSource, which reads them again.
+"""The folders that `save()` wrote: the manifest's content and checks, and reading the rows again.
 
 ```text
 part-<run>-00000-of-00004.parquet …   the shards, each committed on its own

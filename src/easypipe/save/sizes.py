@@ -1,4 +1,4 @@
-"""Plans how many rows each saved shard holds: by number, default size, or measured size on disk.
+"""Plans how many rows each saved file holds: by number, default size, or bytes measured by samples.
 
 Edges follow from the rows alone, so that every run cuts the same shards. Sizes on disk are those of
 the very format and codec that will write them.

@@ -1,4 +1,4 @@
-"""Verifies saved folders, and passes token caches and checkpoints to their own verifiers.
+"""Verifies saved folders, their packed rows too; passes caches and checkpoints to their verifiers.
 
 Nothing is changed here; stages/prepare.py repairs what is found.
 """

@@ -1,4 +1,4 @@
-"""Writes one dataset into one folder: several threads write shards, the manifest comes last."""
+"""Writes one dataset into one folder by threads, the manifest last; SavedFolder is the outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FileSource, the base of all file formats: columns (unknown ones are refused), schemas, ranges.
+"""FileSource, the base of all file formats: columns (unknown ones are refused), types, reopening.
 
 Law (stateless reads): schema and rows follow from the files alone. What a read opened or remembered
 only makes the next one quicker.

@@ -1,4 +1,4 @@
-"""FileRef: a file with what identifies it; formats by extension; errors that name a file."""
+"""FileRef: a file with what identifies it; formats by extension; changed and missing files."""
 
 from __future__ import annotations
 

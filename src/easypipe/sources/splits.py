@@ -1,4 +1,4 @@
-"""Parts of a split by row numbers, as `datasets` writes them: `train[:10%]`, `train[100:200]`."""
+"""Parts of a split by row numbers: `train[:10%]`, `train[100:200]`, or its first `num_rows`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PipelineConfig: every dataset and stage of a pipeline, and the checks between them."""
+"""PipelineConfig: every dataset and stage, and which options conflict, also with streaming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepares a chain, and repairs what it made: its token caches and saved folders."""
+"""Prepares the datasets of a chain, some at a time; repairs and checks again what it made."""
 
 from __future__ import annotations
 

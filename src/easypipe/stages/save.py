@@ -1,4 +1,4 @@
-"""The save stage: writes rows of any source into folders of shards that read back as saved."""
+"""The save stage: which sources are written to which folders and pushed, and the SaveReport."""
 
 from __future__ import annotations
 

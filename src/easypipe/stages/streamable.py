@@ -1,4 +1,4 @@
-"""The options of stages that streaming refuses, and the errors that say so."""
+"""Which options of each stage streaming refuses and why; the error for questions to a plan."""
 
 from __future__ import annotations
 

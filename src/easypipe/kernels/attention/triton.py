@@ -1,4 +1,4 @@
-"""Flash attention over packed rows on NVIDIA GPUs (Pallas through Triton), forward and backward.
+"""Flash attention over packed rows on NVIDIA GPUs (Pallas, Triton), both ways; its block sizes.
 
 Dao, FlashAttention-2, 2023. Segments are contiguous, so what a query may see is one run of slots,
 `first[q]..q`, and what a key is seen by is `k..last[k]`. The two numbers carry segments, the causal

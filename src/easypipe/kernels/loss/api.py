@@ -1,5 +1,4 @@
-"""The api of the loss: hidden states and head in, a loss out. All of the logits never exist at
-once.
+"""The public functions of the loss: cross entropy, token log-probs and entropy, without all logits.
 
 T tokens · D width · V vocabulary
 """

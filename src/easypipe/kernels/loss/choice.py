@@ -1,4 +1,4 @@
-"""Which implementation of the loss runs, by which rule, and how many tokens a piece of it takes.
+"""Which implementation of the loss runs where, by which rule, on how many tokens at a time.
 
 The platform is that which the program is *lowered* for, not the one it is traced on: the platform
 of the mesh in `jax.set_mesh`, whose devices the program is for. Without a mesh a default survives

@@ -1,4 +1,4 @@
-"""The loss in plain XLA, a piece of the logits at a time; it runs where no other kernel does.
+"""The loss in plain XLA, by pieces of logits and their rounding; it runs where no kernel does.
 
 *strict* (`stats`, `gradients`): tiles of tokens x vocabulary, recomputed for the gradient. 8·T·D·V
 FLOPs forward and backward; 10 where a float32 gradient of all hidden states would not fit

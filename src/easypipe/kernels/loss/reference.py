@@ -1,4 +1,4 @@
-"""The readable oracle: every kernel is checked against this file, in value and gradient.
+"""The readable oracle of loss, gradient and entropy, against which every kernel is checked.
 
 T tokens · D width · V vocabulary. logits_TV never exists outside this file.
 """

@@ -1,4 +1,4 @@
-"""Stats and gradients of arguments that lie over a mesh, with every collective written out.
+"""Stats, entropy and gradients of arguments that lie over a mesh, each collective written out.
 
 No autodiff passes through. A custom_vjp *inside* `shard_map(check_vma=False)` gave a right loss and
 half of the head's gradient at tensor=2. So the rules of differentiation stand outside

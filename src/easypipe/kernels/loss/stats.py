@@ -1,4 +1,4 @@
-"""LogitStats and the Kernel protocol: four numbers per token, their gradient, and a law.
+"""LogitStats and the Kernel protocol: sums per token and their dtype; soft cap, smoothing, z-loss.
 
 T tokens · D width · V vocabulary, the columns that this device holds · C tokens of one chunk
 

@@ -1,4 +1,4 @@
-"""Measures block sizes on the device at hand, for `easypipe kernels tune`.
+"""Measures block sizes for `easypipe kernels tune`, and rejects those with wrong values.
 
 T tokens · D width · V vocabulary
 """

@@ -1,4 +1,4 @@
-"""The table of measured block sizes, by kind of device, implementation and shape.
+"""The table of measured block sizes: its files, and which entry counts for a device and shape.
 
 `easypipe kernels tune` writes it.
 

@@ -1,4 +1,4 @@
-"""Aligned columns in rows: the values of every token, copied to the slot where the token stands.
+"""Values of aligned columns in rows, joined over datasets: each goes where its token stands.
 
 Loss weights belong to labels as other values belong to tokens: a weight moves with the label that
 its token becomes.

@@ -1,4 +1,4 @@
-"""The gather kernel: copies tokens of many documents into the rows of one batch, without the GIL.
+"""The gather kernels: find the pieces of rows, copy tokens and masks into a batch, without the GIL.
 
 piece    a run of tokens of one document that stands in one row
 part     a mapped file of one dataset's token cache (cache/reader.py)

@@ -1,4 +1,4 @@
-"""PlannedRows: rows that a plan lays out over token caches.
+"""PlannedRows: rows of a plan over token caches, whose files stay mapped while tokens are copied.
 
 row    counted over the whole run, all epochs; the same on every process
 """

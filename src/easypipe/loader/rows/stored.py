@@ -1,4 +1,4 @@
-"""Rows that are rows already: packed or tokenized files that were saved, and arrays in memory.
+"""Rows that are rows already, saved or arrays in memory: decoded to int32 by blocks, and checked.
 
 row    counted over all epochs; row `r` of epoch `e` is `e * rows of the source + r`
 block  neighbouring rows that are decoded together, at the source's own cuts

@@ -1,4 +1,4 @@
-"""Writes the rows of windows into token columns: the one place where batches are filled."""
+"""Writes windows' rows into tokens and labels or masks: the one place where batches are filled."""
 
 from __future__ import annotations
 

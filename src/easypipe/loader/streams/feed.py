@@ -1,4 +1,4 @@
-"""Cursor and Deal: one stream's share of a dataset, read forward, and its place in it.
+"""Cursor and Deal: a stream's share of a dataset, read forward by chunks; its place and its counts.
 
 entry  a range of rows of one shard, or a whole file whose rows can only be found by reading on;
        every pass permutes the entries anew

@@ -1,4 +1,4 @@
-"""StreamSpec: the choices that, beside the data, decide the rows of a streaming loader."""
+"""StreamSpec: what decides a streaming loader's rows beside its data, such as sizes of windows."""
 
 from __future__ import annotations
 

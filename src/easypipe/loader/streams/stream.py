@@ -1,6 +1,4 @@
-"""Stream: one canonical stream, its documents as windows draw them, and the windows that it
-made.
-"""
+"""Stream: one canonical stream, the documents that it draws in blocks, and the windows it made."""
 
 from __future__ import annotations
 

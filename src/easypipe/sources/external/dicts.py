@@ -1,4 +1,4 @@
-"""Reads rows (dicts) of users' sources and objects to Arrow batches; their errors name the row."""
+"""Rows (dicts) of users to Arrow batches: types of columns, JSON where none fits, errors by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets: `name.bin` with tokens, `name.idx` with where documents lie.
+"""Megatron's indexed datasets, read and written: `name.bin` has tokens, `name.idx` the documents.
 
 name.idx, little-endian (after Megatron-LM, core/datasets/indexed_dataset.py):
   9 bytes "MMIDIDX\0\0" · uint64 version 1 · uint8 dtype code · uint64 sequences · uint64 length

@@ -1,4 +1,4 @@
-"""Rows that are already in memory: an Arrow table, a list of dicts, a dict of columns."""
+"""Rows in memory (an Arrow table, a list of dicts, a dict of columns), known by their content."""
 
 from __future__ import annotations
 

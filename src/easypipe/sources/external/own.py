@@ -1,4 +1,4 @@
-"""Users' own sources: anything that yields rows as dicts, shard by shard from the start.
+"""Users' own sources of dicts, by shard or generator: counted, versioned, kept in a temporary file.
 
 Law (stateless reads): rows that can only be read forward are read once and kept in a temporary file
 of this process, from which every read takes its own.

@@ -1,4 +1,4 @@
-"""Files of tokens that others made: .npy, raw .bin, and Megatron's .bin with its .idx.
+"""Tokens in files of others (.npy, raw .bin, Megatron's): their dtype, and where documents end.
 
 Every document is a row of `input_ids`.
 

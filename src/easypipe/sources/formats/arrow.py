@@ -1,4 +1,4 @@
-"""Arrow IPC files and streams (feather version 2 too), told apart by content."""
+"""Arrow IPC files and streams (feather version 2 too), told apart by content; checks of offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CSV and TSV files, plain or compressed; quoted fields may hold line breaks.
+"""CSV and TSV files, plain or compressed: delimiter, header, quoted fields with line breaks.
 
 Every column is text as it stands in the file: a type guessed from some rows would not hold for the
 others.

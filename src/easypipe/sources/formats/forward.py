@@ -1,4 +1,4 @@
-"""ForwardSource: line files read forward for streaming, without counting their rows first.
+"""ForwardSource: line files read forward for streaming, uncounted, by offset, and where they end.
 
 A row is known by the plain byte at which its line begins: that is its `__row_number__`, and "rows"
 a to b are the lines that begin in those bytes. So a range can be read before anything is known

@@ -1,4 +1,4 @@
-"""JSON files, plain or compressed: one object a line, or one array of objects.
+"""JSON files, plain or compressed, one object a line or one array; why a record is not a row.
 
 Elements of an array are found by a scanner, and parsed as lines are, with line breaks inside them
 turned to spaces. pyarrow parses a range at once. If it refuses a block, the block is halved until

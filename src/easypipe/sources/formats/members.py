@@ -1,4 +1,4 @@
-"""Columns made of byte strings by kind (text, integer, JSON, ...), for MDS and WebDataset."""
+"""Kinds of byte strings (text, integer, JSON ...) as columns, for MDS and WebDataset."""
 
 from __future__ import annotations
 

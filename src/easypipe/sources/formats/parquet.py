@@ -1,4 +1,4 @@
-"""Parquet files, read by row group.
+"""Parquet files: small row groups are decoded as a whole, large ones read on from kept places.
 
 A range that covers a row group decodes it. One that covers a part of it keeps a place there for its
 neighbours: the decoded group if it is small, else as far as reading came, so that memory is bounded

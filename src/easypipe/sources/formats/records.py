@@ -1,4 +1,4 @@
-"""Text files as sequences of records (lines, array elements, CSV records): their index, and ranges.
+"""Text files as records (lines, array elements, CSV records): limits, the kept index, ranges.
 
 The index has an entry (row, plain offset) every 1,024 records or 1 MiB, whichever comes first, so
 that finding a row costs at most that much reading. If there is an index_dir it is kept there as

@@ -1,4 +1,4 @@
-"""The plain bytes of text files by range: as they are, or decompressed (gzip, bzip2, zstandard).
+"""Plain bytes of text files by range, decompressed (gzip, bzip2, zstandard), and their damage.
 
 Offsets here are always *plain* offsets: positions in the decompressed bytes. A compressed file is
 decompressed forward, by one thread at a time, and what came out last is kept for its neighbours. It

@@ -1,4 +1,4 @@
-"""Finds the files of a Hub dataset's subset and split from its card, folders and file names.
+"""Finds which files of a Hub dataset are a subset or split: by its card (README), folders or names.
 
 The rules are those that the Hub documents (huggingface.co/docs/hub, "Data files configuration" and
 "File names and splits").

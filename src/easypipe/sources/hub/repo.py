@@ -1,4 +1,4 @@
-"""A dataset repository on the Hub: its files at a commit, and from where each is read.
+"""A dataset repository on the Hub: its files at a commit, its errors, and whether it is downloaded.
 
 Failures are explained: what is gated, private, or does not exist.
 """

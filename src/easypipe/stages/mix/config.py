@@ -1,4 +1,4 @@
-"""MixStageConfig: weights and their schedule, and the checks of both."""
+"""MixStageConfig: weights, schedule, unit, blocks and caps on passes; checks of all their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixture and PlannedSource: datasets with weights and the plans over them, for mix, pack and load.
+"""Mixture and PlannedSource: weighted datasets, their common tokenizer, and the plans over them.
 
 Nothing is tokenized before a plan is asked for.
 """

@@ -1,4 +1,4 @@
-"""The mix stage makes one dataset of several, by their weights or equal ones."""
+"""The mix stage makes one dataset of several, by their weights or by equal ones, which it logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PackStageConfig: how documents are laid into rows."""
+"""PackStageConfig: how documents are laid into rows, and what strategies and options exclude."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pack stage: lays documents into rows of a fixed length; chooses EOS and padding ids."""
+"""The pack stage: documents in rows of a fixed length, EOS and padding ids, and its warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PlanReport: what a run would do, from lengths, weights and row counts alone.
+"""PlanReport: what a run would do and notes on it, from lengths, weights and row counts alone.
 
 In this file:
     step: One batch. A run has as many as it asks for, or as the data gives.

@@ -1,4 +1,4 @@
-"""Computes what a run draws of each dataset, by step and by stage of a schedule; reads no token.
+"""What a run draws of each dataset by step; notes where shares are far from the weights.
 
 A stage is the steps between two points of a weight schedule; without a schedule it is the whole
 run.

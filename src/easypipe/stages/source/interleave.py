@@ -1,4 +1,4 @@
-"""Interleaves rows of several sources into one, by proportions that hold at every prefix."""
+"""Interleaves rows of several sources, named or not, by proportions that hold at every prefix."""
 
 from __future__ import annotations
 

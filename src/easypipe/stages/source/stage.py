@@ -1,4 +1,4 @@
-"""The source stage opens a dataset's files, or the rows themselves, as a ShardedSource."""
+"""The source stage opens a dataset's files, saved folder or rows in memory as a ShardedSource."""
 
 from __future__ import annotations
 

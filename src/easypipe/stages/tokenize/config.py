@@ -1,4 +1,4 @@
-"""The options of the tokenize stage: TokenizeStageConfig."""
+"""TokenizeStageConfig: the options of the tokenize stage, such as max_length and workers."""
 
 from __future__ import annotations
 

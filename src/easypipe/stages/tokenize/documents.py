@@ -1,4 +1,4 @@
-"""Sources of token documents, tokenized when read or into the cache, and questions to them."""
+"""Sources of token documents, made when read or cached; refuses rows of text, mixed tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row encoders: text columns, prompts and conversations, pairs, and rows of tokens.
+"""The row encoders of text, prompts, conversations, pairs, and of rows of tokens, which they check.
 
 A form (TextColumn, PromptRows) says what rows are as texts. `TextEncoder` makes documents of these;
 `TokenEncoder` takes rows that are tokens already.

@@ -1,4 +1,4 @@
-"""The tokenize stage: datasets of text become token documents, with the columns that stay."""
+"""The tokenize stage: chooses each dataset's tokenizer, max_length, and the columns that stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encodes texts to the documents that the cache stores, and checks one in a thousand again."""
+"""Encodes texts to documents, checks one in a thousand again, and tells why others become none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strict loss on NVIDIA GPUs, its dtypes and refusals: logits slab by slab, never as a whole.
+"""The strict loss on NVIDIA GPUs, by slabs of logits: their sizes and tuning, dtypes, refusals.
 
 The products are cuBLAS's (through XLA); between them stand the row kernels of rows.py. A
 slab is a bounded piece of the logits in the dtype of the inputs, or in float32 where

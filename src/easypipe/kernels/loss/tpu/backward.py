@@ -1,4 +1,4 @@
-"""The gradients on a TPU: a tile of logits is recomputed, and both products are taken of it.
+"""The gradients on a TPU, whose tiles of logits are recomputed: resident, streaming or apart.
 
 A block of columns of the head stays in VMEM beside its gradient (float32) while the tokens stream
 past. The gradient of the hidden states, which every block of columns adds to, has no place in VMEM

@@ -1,4 +1,4 @@
-"""Block sizes of the TPU kernels: what VMEM holds, and the bytes that are moved for it.
+"""Plans the block sizes of the TPU kernels, by a table of devices: VMEM, cores, bytes moved.
 
 FLOPs are 2·T·D·V forward and 6·T·D·V backward in any blocks, but for *apart* below.
 

@@ -1,6 +1,4 @@
-"""The common parts of the TPU kernels: calls by name, loops of the device, the product of
-logits.
-"""
+"""The common parts of the TPU kernels: calls by name, loops of the device, a tile of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss kernels of TPUs (v5e, v5p, v6e, tpu7x) as the api calls them, and their forward pass.
+"""The loss kernels of TPUs (v5e to tpu7x) as the api calls them: refusals, and the forward pass.
 
 *strict*: no logits beyond a tile in VMEM. 8·T·D·V FLOPs, forward and backward; bytes: see
 blocks.py. Besides its results the backward pass has 2·T·D bytes in HBM (for bfloat16), and on two
