@@ -1,4 +1,4 @@
-"""Checks of the loaders that a trainer is given: steps, micro-batches, passes, states."""
+"""Checks of the loaders that a trainer is given: how many steps, micro-batches, passes, states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of a training run: steps, loss, preferences, checkpoints, spike guard.
+"""TrainingConfig: steps, loss, preferences, distillation, checkpoints, spikes; and their checks.
 
 This file imports no jax: a configuration is read and checked on machines that only prepare data.
 """

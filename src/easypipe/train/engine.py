@@ -1,4 +1,4 @@
-"""Assembles a run (mesh, loaders, optimizer, loss, compiled steps) and evaluates held-out data.
+"""Assembles a run (mesh, optimizer, loss, callbacks, compiled steps) and evaluates held-out data.
 
 Nothing here touches a file of the run; trainer.py runs what this file assembles.
 """

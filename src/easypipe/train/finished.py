@@ -1,4 +1,4 @@
-"""Opens a run's folder again, and loads the model of one of its checkpoints."""
+"""Opens a run's folder again: loads the model, tokenizer and adapters of one of its checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record files of a run folder: configuration, versions, data fingerprints, changes, restarts.
+"""The record files of a run folder (run.yaml, versions, changes, restarts ...), and reading them.
 
 JSON files carry a checksum of themselves: `write_kept` writes such a file and `read_kept` reads it.
 

@@ -1,4 +1,4 @@
-"""The spike guard: judges each step's loss, and decides when a run rolls back to a good checkpoint.
+"""The spike guard: judges a loss by the median of the last ones, and decides when a run rolls back.
 
 Everything here follows from the losses read so far, and is saved with every checkpoint: a run that
 was killed decides as one that was not. `SpikeConfig` (train/config.py) has its patience.

@@ -1,4 +1,4 @@
-"""The training step and the evaluation step, as compiled programs.
+"""Compiles the training step, its sums over micro-batches and counts, and the evaluation step.
 
 B rows of a batch · A micro-batches
 """

@@ -1,4 +1,4 @@
-"""The training loop: takes steps, saves, rolls back and resumes a run that was killed.
+"""The training loop: in which order it steps, evaluates, saves, rolls back; resumes a killed run.
 
 Law (exact resume): kill the process at any moment and run again; the loss of every step in
 metrics.jsonl is bit for bit what one uninterrupted run writes (same devices, same versions of

@@ -1,4 +1,4 @@
-"""The reasons for which a row becomes no document, as the ledger names them, and what helps."""
+"""Reasons for which a row becomes no document: their names in the ledger, and advice in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which callbacks a run has, by name, and the options of each. This file imports no jax."""
+"""The callbacks that a run may have: options of each and their checks. This file imports no jax."""
 
 from __future__ import annotations
 

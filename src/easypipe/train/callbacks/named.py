@@ -1,4 +1,4 @@
-"""Callbacks that a config names: early stopping, best checkpoints by a metric, samples ..."""
+"""Callbacks by name (early stopping, best checkpoints, profiler ...), and the metrics there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks that send a run's numbers to tracking services: Weights & Biases, trackio, MLflow."""
+"""Callbacks that send a run's numbers, and how it ended, to Weights & Biases, trackio or MLflow."""
 
 from __future__ import annotations
 

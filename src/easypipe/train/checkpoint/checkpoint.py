@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved beside the steps, committed, verified when read, pruned by age.
+"""The checkpoints of a run: copied, saved beside the steps, verified, set aside, pruned by age.
 
 Arrays, loader state and configuration of one step are committed together. This is the only module
 that knows Orbax.

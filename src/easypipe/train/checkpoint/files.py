@@ -1,4 +1,4 @@
-"""The files of a checkpoint: synced and checksummed before it is named, checked when read.
+"""The files of a checkpoint: checksums, commit, checks when read, and sweeping of leftovers.
 
 A checkpoint is the folder `<step>`. It is written as `<step>.tmp` (by Orbax as
 `<step>.tmp.orbax-checkpoint-tmp` first); `commit` renames it once all of it is on the disk. A

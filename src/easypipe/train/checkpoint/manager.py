@@ -1,4 +1,4 @@
-"""CheckpointManager, for users' own training loops: model, optimizer, loader, without pickle."""
+"""CheckpointManager, for users' own training loops: saves without pickle, and keeps the best."""
 
 from __future__ import annotations
 

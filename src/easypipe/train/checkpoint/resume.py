@@ -1,4 +1,4 @@
-"""Compares a run with the checkpoint it resumes from: what must match, and what may differ."""
+"""Compares a run with its checkpoint on resume: what must match, and how changes are allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distillation: draws the model's distribution at each target to the likeliest tokens of a teacher.
+"""Distillation: draws the model at each target to the likeliest tokens in a teacher's columns.
 
 The teacher's ids and log-probs stand in the batch, beside the tokens.
 

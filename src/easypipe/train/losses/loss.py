@@ -1,4 +1,4 @@
-"""The loss of a batch as sums, which micro-batches and processes add up.
+"""The loss of a batch as sums: fused, from logits, of classes, or a user's own; weights of labels.
 
 B batch · S sequence · D width · V vocabulary
 """

@@ -1,4 +1,4 @@
-"""The table of devices and their peak rates; the memory of a run on a device, and advice if short.
+"""The table of devices with their peak rates and memory; running out of memory, and what helps.
 
 Model FLOPs utilisation is a share of these rates, and a plan calculates with them.
 

@@ -1,4 +1,4 @@
-"""Reads the measurements of steps one step behind, so that the device never waits for it."""
+"""Makes the records of steps, one step behind, so that no device waits: rates, times, memory."""
 
 from __future__ import annotations
 

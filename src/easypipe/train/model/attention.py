@@ -1,4 +1,4 @@
-"""Attention over packed rows: the one function through which every layer mixes tokens.
+"""Attention over packed rows, which every layer calls: choice of the backend, masks, KV cache.
 
 Backends: "xla" holds all scores and runs everywhere; "splash" (TPU) and "triton" (NVIDIA) hold a
 block of them. All obey the isolation law: no slot sees another segment, in value or gradient.

@@ -1,4 +1,4 @@
-"""Options of models: the decoder, the image classifier, adapters.
+"""Options of models (decoder, image classifier, adapters) and checks of widths, heads and windows.
 
 This file imports no jax: a configuration is read and checked on machines that only prepare data.
 """

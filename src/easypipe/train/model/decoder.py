@@ -1,4 +1,4 @@
-"""The decoder and its layers in Flax NNX; by its options Llama, Qwen, Mistral or Gemma.
+"""The decoder (Llama, Qwen, Mistral or Gemma) in Flax NNX: layers, norms, rotation, added tokens.
 
 RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 

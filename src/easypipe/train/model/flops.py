@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a training step from the model and the data.
+"""Counts the FLOPs of a training step from the model and the data, exactly or as PaLM does.
 
 (XLA's own count is wrong under a scan.)
 

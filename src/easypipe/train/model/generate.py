@@ -1,4 +1,4 @@
-"""Text generation over a cache of keys and values, and the checks of its sampling options.
+"""Text generation over a cache of keys and values; sampling and its checks, stop strings.
 
 Prompts are read into the cache a piece at a time, then each step reads one token of every row. All
 shapes are fixed, so that two programs serve every call of one size.

@@ -1,4 +1,4 @@
-"""The interface of lm-eval to a model: log-likelihoods of texts, and generation up to a stop.
+"""The model as lm-eval calls it: its batches, log-likelihoods of texts, generation up to a stop.
 
 The rules of tokens, windows and batches are those of lm-eval's own `hf` model, so that the scores
 are the same.

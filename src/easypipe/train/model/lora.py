@@ -1,4 +1,4 @@
-"""Low-rank adapters: adds them to a module's projections, and merges them back.
+"""Low-rank adapters: which projections get them, how they are computed, and merged back.
 
 I inputs of a projection · O outputs · r rank; projections that are stacked for a scan over layers
 have one dimension more in front.

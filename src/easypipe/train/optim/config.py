@@ -1,4 +1,4 @@
-"""Options of the optimizer and its learning rate schedule, and their defaults.
+"""Options of the optimizer and its schedule, by parameter group too; defaults, and what conflicts.
 
 This file imports no jax; optimizers.py makes the optimizers.
 """

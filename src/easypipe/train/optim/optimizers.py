@@ -1,4 +1,4 @@
-"""Makes optimizers and learning rates from the configuration; the table DIRECTIONS lists them.
+"""Makes optimizers (table DIRECTIONS), learning rate schedules, groups, and averages of parameters.
 
 A test checks the table against the Literal of the configuration. Every optimizer is composed in one
 way: clip · its own direction · decoupled weight decay · per-group scale · learning rate.

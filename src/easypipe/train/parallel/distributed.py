@@ -1,4 +1,4 @@
-"""The processes of a run: how they join each other, fail together, and agree before they act."""
+"""The processes of a run: how they join, share a seed, fail together, and agree on a maximum."""
 
 from __future__ import annotations
 

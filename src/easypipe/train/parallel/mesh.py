@@ -1,4 +1,4 @@
-"""The device mesh of a run: its axes, the sharding of arrays, and batches placed on it.
+"""The device mesh of a run: whether sizes fit it, what its rules mean, batches placed on it.
 
 Mesh axes are `data` (replicas), `fsdp` (replicas that share the parameters), `sequence` (parts of a
 row), `tensor` (parts of a layer). Parameters name their dimensions by meaning ("embed", "heads",

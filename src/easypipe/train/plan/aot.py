@@ -1,4 +1,4 @@
-"""Compiles a training step for devices that are not present; reports memory, messages, best speed.
+"""Compiles a training step for absent devices; reports memory, messages, bounds of its time.
 
 It is the Trainer's own step, lowered for abstract arrays with the shardings of the run's arrays.
 The best speed follows from what it computes, moves and sends, by the rates of the device's data

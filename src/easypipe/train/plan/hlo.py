@@ -1,4 +1,4 @@
-"""Reads the text of a compiled program (XLA's HLO): arrays, and the messages between devices."""
+"""Reads a compiled program's text (XLA's HLO): messages between devices, their bytes, loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report page of one run, or of several side by side: one HTML file that fetches nothing.
+"""The report page of one run, or several side by side: its tables, marks, and documents skipped.
 
 Its tables show what each file of a run's folder holds, or why that is not known.
 """

@@ -1,4 +1,4 @@
-"""Draws a run's curves and mixture as pictures, which its folder keeps."""
+"""Draws a run's curves and its mixture as PNG pictures, which its folder keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aligned: a conversation beside one with other words, which shows where each text and turn is.
+"""Aligned: a conversation beside one with other words; where its texts and turns are, or why not.
 
 In this file:
     gap: What the template writes between two texts.

@@ -1,4 +1,4 @@
-"""Reads conversations from columns and JSON, checks them, and puts them into OpenAI's keys.
+"""Reads conversations (OpenAI's or ShareGPT's keys) from columns and files; what is wrong in them.
 
 JSON in a row is read in the worker process of worker.py, and everything else by its parent.
 """

@@ -1,4 +1,4 @@
-"""The worker processes that run templates: sends rows to idle ones and receives their texts."""
+"""The worker processes that run templates: rows to idle ones, their answers, and how one ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Template: renders chat templates as `transformers.apply_chat_template` does, in a sandbox.
+"""Template: renders chat templates as transformers does, in a sandbox: what they may call, limits.
 
 This file imports only jinja2: it runs in the worker process of worker.py, which limits time and
 memory. The sandbox here keeps templates from attributes and from changing what they are given.

@@ -1,4 +1,4 @@
-"""Finds which turns and characters of a rendered conversation are trained: proven, or refused.
+"""Finds which turns, ends and characters of a conversation are trained: proven, or refused.
 
 The conversation is rendered twice: as it is, and with sentinels (sentinels.py), so that it is known
 where each text is. What ends and begins turns is seen on a probe, and on renderings of parts of the

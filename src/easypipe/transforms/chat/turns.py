@@ -1,4 +1,4 @@
-"""Cuts conversations between turns: without the oldest, into pieces, or into samples by turn.
+"""Cuts long conversations between turns: the oldest left out, in pieces, or in samples by turn.
 
 In this file:
     question: A message of the user's that an answer follows; what is cut begins at one.

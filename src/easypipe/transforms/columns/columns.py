@@ -1,7 +1,6 @@
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
-"""Transforms that Arrow carries out itself: Rename, Select, Drop, Extract, Combine, ClassNames,
-FilterNonEmpty.
+"""Transforms by Arrow itself: Rename, Select, Drop, Extract, Combine, ClassNames, FilterNonEmpty.
 
 No row becomes a Python object. Every `narrow` leaves out what the wanted columns do not need, so
 that `Rename(...) >> Combine(...)` before tokenizing reads two columns of a file with fifty.

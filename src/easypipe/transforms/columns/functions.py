@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
-"""Map, Filter and Expand: transforms that call a user's function, by rows or by batches.
+"""Map, Filter and Expand: transforms that call a user's function, and checks of what it returns.
 
 A function takes a row as a dict and must be pure and safe to call from several threads: rows are
 transformed by whoever reads them, in any order, and again where they are read again. A row on which

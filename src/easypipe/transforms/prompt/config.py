@@ -1,4 +1,4 @@
-"""PromptConfig and FewShotConfig: how a row becomes a text, and which part of it is trained."""
+"""PromptConfig and FewShotConfig: how rows become text, what is trained, which options conflict."""
 
 from __future__ import annotations
 

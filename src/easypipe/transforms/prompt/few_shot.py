@@ -1,4 +1,4 @@
-"""FewShot: solved examples before every row, the same for all rows or some drawn for each."""
+"""FewShot: solved examples before every row, the same for all or drawn for each from a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FieldTemplate: templates that know `{column}` and nothing else; Jinja does what needs more."""
+"""FieldTemplate: templates that know `{column}` and nothing else; how values become text."""
 
 from __future__ import annotations
 

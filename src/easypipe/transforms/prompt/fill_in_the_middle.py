@@ -1,4 +1,4 @@
-"""FillInTheMiddle: reorders documents of code, so that models learn to fill in a middle."""
+"""FillInTheMiddle: writes a share of documents as prefix, suffix and middle; the tokens for it."""
 
 from __future__ import annotations
 

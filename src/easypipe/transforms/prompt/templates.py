@@ -1,4 +1,4 @@
-"""The built-in chat templates by name, and the text of Alpaca's prompts.
+"""The built-in chat templates by name, and the wording of Alpaca's prompts.
 
 Each template marks what the assistant says, so that spans need no proof. A stop that a tokenizer
 has no token for is text like any other; what ends turns is always written, and always trained.

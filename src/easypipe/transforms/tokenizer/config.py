@@ -1,4 +1,4 @@
-"""TokenizerConfig: the options of a tokenizer, and which of them a dataset sets for itself."""
+"""TokenizerConfig: options of a tokenizer, widths of padding, and which a dataset sets itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FastEngine: gigatoken, the fast tokenizer, behind Arrow columns; proof.py decides on its use."""
+"""FastEngine: gigatoken, the fast tokenizer, for columns; when its memory is given back."""
 
 from __future__ import annotations
 

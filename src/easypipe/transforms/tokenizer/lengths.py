@@ -1,4 +1,4 @@
-"""LengthPolicy: what happens to documents with more than max_length tokens, and where they are cut.
+"""LengthPolicy: where documents over max_length are cut, at which boundary, with what overlap.
 
 Masks are made of whole texts and are cut with their tokens.
 

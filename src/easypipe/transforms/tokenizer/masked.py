@@ -1,4 +1,4 @@
-"""Encodes texts of which only some characters are trained, to tokens with a loss mask.
+"""Encodes texts of which some characters are trained: loss masks, and ends that are added.
 
 A token is a target where one of the characters it stands for is trained; between the first and the
 last token of a trained range every token is one. Which characters a token stands for is known from

@@ -1,4 +1,4 @@
-"""Checks that gigatoken gives the ids of `tokenizers`, on hostile texts and on the data itself.
+"""Checks that gigatoken gives the ids of `tokenizers`, on hostile texts and data; keeps verdicts.
 
 A verdict is remembered for a tokenizer and the versions of both packages. A refuted one stays
 refuted: see Tokenizer.refute.

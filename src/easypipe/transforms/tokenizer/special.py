@@ -1,4 +1,4 @@
-"""SpecialStrings: what happens to strings of special tokens, such as "<|endoftext|>", in raw text.
+"""SpecialStrings: raw text with "<|endoftext|>" and the like is encoded, escaped or refused.
 
 In this file:
     special: A token that tokenizer.json marks as special. Its string in a text becomes its id,

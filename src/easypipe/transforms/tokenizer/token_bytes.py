@@ -1,4 +1,4 @@
-"""Finds which bytes of a text each token of a byte-level BPE stands for, from the tokens alone.
+"""Finds the bytes of text that each token stands for, in a byte-level BPE, and where in a text.
 
 gigatoken gives ids only. Where the bytes of a text's tokens, one after the other, are that text,
 their lengths tell where each token stands. Spaces at the ends of a token are left out where

@@ -1,4 +1,4 @@
-"""The table of families of published decoders: config.json to ModelConfig and back, weight names.
+"""Families of published decoders: config.json to ModelConfig and back, names of weights, refusals.
 
 A new family is a row of FAMILIES.
 

@@ -1,4 +1,4 @@
-"""The files of a published model: config.json and safetensors, in a folder or on the Hub."""
+"""The files of a published model, in a folder or on the Hub: config, end tokens, safetensors."""
 
 from __future__ import annotations
 

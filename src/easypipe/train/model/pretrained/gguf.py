@@ -1,4 +1,4 @@
-"""Writes a decoder as one GGUF file, which llama.cpp opens.
+"""Writes a decoder as one GGUF file for llama.cpp: its header's keys, dtypes and tensors.
 
 Source of keys, names and layouts: llama.cpp, `conversion/*.py` and `src/models/*.cpp`.
 """

@@ -1,4 +1,4 @@
-"""Converts a tokenizer.json to the tables of a GGUF file, if llama.cpp tokenizes by the same rules.
+"""Converts a tokenizer.json to a GGUF file's tables; refuses rules that llama.cpp does not have.
 
 Source of the rules: llama.cpp, `src/llama-vocab.cpp`.
 """

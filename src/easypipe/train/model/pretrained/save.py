@@ -1,4 +1,4 @@
-"""Saves a decoder as a folder that `transformers` opens."""
+"""Saves a decoder as a folder for `transformers`: weights, config, tokenizer, longest row seen."""
 
 from __future__ import annotations
 
