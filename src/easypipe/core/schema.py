@@ -1,4 +1,4 @@
-"""Names and dtypes of columns, their Arrow types, exact casts, JSON columns, and `OutputSchema`.
+"""Names and dtypes of columns, their Arrow types, exact casts, JSON; OutputSchema and TaskSpec.
 
 At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_ids`, `position_ids`;
 `labels` exist only in batches.

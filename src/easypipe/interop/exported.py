@@ -1,4 +1,4 @@
-"""`export --check`: an exported folder, opened with transformers (and PEFT), against its run."""
+"""`export --check`: texts and logits of an export by transformers (and PEFT), against its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts and conversations as tokenizers of transformers encode them."""
+"""Texts and conversations as tokenizers of transformers encode them, and the packages needed."""
 
 from __future__ import annotations
 

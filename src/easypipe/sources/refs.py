@@ -1,4 +1,4 @@
-"""FileRef: a file with what identifies it; formats by extension; changed and missing files."""
+"""FileRef: a file and its identity; formats by extension, order of names, errors if it changed."""
 
 from __future__ import annotations
 

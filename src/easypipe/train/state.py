@@ -1,4 +1,4 @@
-"""The training state as one pytree; how each parameter and array is divided over the mesh.
+"""The training state as one pytree: how parameters are divided over the mesh, and which decay.
 
 The model's arrays are held flat, by dotted name ("layers.gate.kernel"), so that the optimizer, the
 checkpoint and error messages all speak of the same names. A ModelLayout knows shapes, dtypes and

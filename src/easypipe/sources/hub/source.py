@@ -1,4 +1,4 @@
-"""HuggingFaceShardedSource: a dataset of the Hugging Face Hub, read as plain files at one commit.
+"""HuggingFaceShardedSource: a Hub dataset, by its `hf://` name, as plain files at one commit.
 
 The revision is resolved to a commit when the source is made. Parquet and Arrow files are read by
 ranges, so that only the columns and rows that are asked for travel; other formats are needed whole,
