@@ -1,4 +1,4 @@
-"""Flash attention over packed rows on TPUs, by jax's own splash attention kernels.
+"""Flash attention over packed rows on TPUs, by jax's splash attention kernels; their block sizes.
 
 They are jax.experimental.pallas.ops.tpu.splash_attention. Blocks that the causal mask or the window
 hides are never read; segments within the others are masked (they differ from row to row, and the

@@ -1,4 +1,4 @@
-"""Writes and reads metrics.jsonl: one JSON object for each logged step, in step order.
+"""Writes and reads metrics.jsonl, one JSON object for each logged step; checks it on resume.
 
 Law: the values of `loss`, `nll`, `grad_norm` and `learning_rate` are float32s written so that they
 read back bit for bit, and a run that was killed and resumed leaves the same ones as a run that was

@@ -1,4 +1,4 @@
-"""Finds a tokenizer's files, here or on the Hub, with declared tokens, chat template, end tokens.
+"""Finds and reads a tokenizer's files, here or on the Hub; also its chat template and end tokens.
 
 A name that looks like a path is a path: it is never looked up on the Hub, and a missing one is an
 error.
