@@ -1,4 +1,4 @@
-"""What follows from several keys of another tool's config together, or from none: its defaults."""
+"""What follows from several keys of another tool's config or none: defaults, columns by loss."""
 
 from __future__ import annotations
 

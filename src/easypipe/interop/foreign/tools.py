@@ -1,4 +1,4 @@
-"""`import_config`: what becomes of axolotl's, TRL's, LLaMA-Factory's keys; what each loss reads."""
+"""`import_config`: the tables of axolotl's, TRL's, LLaMA-Factory's keys, and what is left out."""
 
 from __future__ import annotations
 
