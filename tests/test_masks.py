@@ -202,8 +202,13 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = shown(capsys, "chatml")
     assert code == 0
-    assert "one turn: proven" in out
-    assert "⟧It is four.<|im_end|>⟦" in out
+    asked = "<|im_start|>user\\nWhat is two and two?<|im_end|>\\n<|im_start|>assistant\\n"
+    assert out.splitlines()[:3] == [
+        "one turn: proven",
+        f"      ⟦<s>{asked}⟧It is four.<|im_end|>⟦\\n⟧",
+        "two turns with system: proven",
+    ]
+    assert shown(capsys, PARTS)[1].startswith("one turn: proven (typed parts)\n      ⟦<|user|>")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(json.dumps(talk(*said)) + "\n" for said in (("Hi", "\x1b[2J"), ("Hi",)))

@@ -400,6 +400,7 @@ def test_documents_longer_than_the_run_are_drawn_where_a_part_of_them_stands(
         )
         assert dataset.drawn == max(round(parts[dataset.name]), seen[dataset.name] > 0)
         assert dataset.document_share == pytest.approx(parts[dataset.name] / parts.total())
+    assert not any("go on with" in note for note in report.notes), "text has no prompt"
 
 
 def test_a_dataset_whose_drawn_documents_are_all_dropped_is_not_said_to_be_undrawn(
@@ -679,6 +680,14 @@ def test_saved_rows_and_unmixed_and_text(tmp_path: Path) -> None:
     report = saved.source().plan()
     assert (report.steps, report.rows, report.seq_length) == (first.steps, first.rows, 64)
     assert report.fill == pytest.approx(first.fill, abs=0.02)
+    two = saved.plan(2)
+    [dataset] = two.datasets
+    assert (dataset.drawn, dataset.documents) == (16, first.rows + first.rows_left_over)
+    assert dataset.epochs == 16 / dataset.documents
+    assert (
+        two.slots - two.padding == dataset.tokens_placed == dataset.tokens * 16 // dataset.documents
+    )
+    assert (two.rows, two.slots) == (16, 16 * 64)
     plain = Pipeline.from_config(config(tmp_path)).source()
     with pytest.raises(StageOrderError, match=r"Call mix\(\) first"):
         plain.plan()

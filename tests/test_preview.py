@@ -4,8 +4,11 @@ that cannot be injected.
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import json
 import os
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -29,6 +32,8 @@ from easypipe import (
 )
 from easypipe.cli import main
 from easypipe.core.errors import ConfigError, StageOrderError
+from easypipe.loader.explain import ExplainedRow, Segment
+from easypipe.previews.preview import Piece, Sample, SampleSegment
 from easypipe.transforms.columns.columns import Rename
 from pipelines import config, jsonl, texts, tokenizer
 
@@ -187,6 +192,105 @@ def test_the_other_answer_of_a_pair_is_no_cut(tmp_path: Path) -> None:
     segments = shown.samples[0].segments
     assert len(segments) == 6
     assert all(segment.cuts == () for segment in segments)
+
+
+def a_preview() -> Preview:
+    """Two segments in which no two numbers are alike."""
+    one = Segment(
+        segment=1,
+        slot_start=2,
+        slot_stop=13,
+        dataset="d",
+        file="a.txt",
+        row=8,
+        document=9,
+        token_start=4,
+        token_stop=14,
+        document_tokens=20,
+        ends_with_eos=True,
+        masked_tokens=3,
+        desirable=True,
+        ids=(5,),
+        spans=(),
+    )
+    other = dataclasses.replace(
+        one,
+        segment=2,
+        slot_start=13,
+        slot_stop=40,
+        dataset="",
+        token_start=0,
+        document_tokens=None,
+        ends_with_eos=False,
+        masked_tokens=0,
+        desirable=False,
+    )
+    said = (
+        Piece(text="<a>\n", masked=True, role="user"),
+        Piece(text="b", masked=False, role="assistant"),
+        Piece(text="c", masked=True),
+    )
+    segments = (
+        SampleSegment(segment=one, pieces=said, roles=("user", "bot", "user"), cuts=("6", "7")),
+        SampleSegment(segment=other, pieces=None, roles=(), cuts=()),
+    )
+    row = ExplainedRow(
+        row=3, number=1_234, epoch=15, window=16, slots=64, padding=17, segments=(one, other)
+    )
+    whole = dataclasses.replace(row, row=4, window=None, padding=0, segments=())
+    samples = (Sample(row=row, segments=segments), Sample(row=whole, segments=()))
+    return Preview(samples=samples, notes=("one", "two"))
+
+
+ROWS = (
+    "row 3: row 1,234 of the run, epoch 15, window 16; 2 segments, 17 of 64 slots padding",
+    "row 4: row 1,234 of the run, epoch 15; 0 segments, 0 of 64 slots padding",
+)
+SEGMENTS = (
+    "[1] slots 2:13  d, a.txt, row 8, tokens 4:14 of 20 and EOS, 3 masked, desirable; user, bot",
+    "[2] slots 13:40  a.txt, row 8, tokens 0:14, not desirable",
+)
+
+
+def test_every_number_of_a_preview_is_told() -> None:
+    assert str(a_preview()).splitlines() == [
+        ROWS[0],
+        f"  {SEGMENTS[0]}",
+        "      cut: 6",
+        "      cut: 7",
+        "       user: ⟦<a>\\n⟧ assistant: b⟦c⟧",
+        f"  {SEGMENTS[1]}",
+        ROWS[1],
+        "note: one",
+        "note: two",
+    ]
+
+
+def test_every_number_of_a_preview_stands_on_its_page() -> None:
+    text = a_preview().to_html("the title")
+    body = text[text.index("<body>") :]
+    found = re.findall(r"<\w+(?: class=\"(\w+)\")?>([^<]+)", body)
+    assert [(name, html.unescape(said)) for name, said in found if said.strip()] == [
+        ("", "the title"),
+        ("trained", "trained"),
+        ("masked", "masked"),
+        ("role", "who begins to speak"),
+        ("", ROWS[0]),
+        ("where", SEGMENTS[0]),
+        ("cut", "cut: 6"),
+        ("cut", "cut: 7"),
+        ("role", "user"),
+        ("masked", "<a>\n"),
+        ("role", "assistant"),
+        ("trained", "b"),
+        ("masked", "c"),
+        ("where", SEGMENTS[1]),
+        ("text", "no tokenizer decodes it"),
+        ("padding", "17 slots of padding"),
+        ("", ROWS[1]),
+        ("note", "one"),
+        ("note", "two"),
+    ]
 
 
 def test_what_max_length_cut_is_said(tmp_path: Path) -> None:

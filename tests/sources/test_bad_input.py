@@ -443,7 +443,7 @@ def test_csv_open_quote(tmp_path: Path) -> None:
             "a,a\n1,2\n",
             "column 'a' stands twice (have: a, a). Give every column a name of its own.",
         ),
-        ("a,\n1,2\n", "a column has no name (have: a, ). Give every column a name of its own."),
+        ("a, \n1,2\n", "a column has no name (have: a,  ). Give every column a name of its own."),
     ],
 )
 def test_csv_header(tmp_path: Path, content: str, problem: str) -> None:

@@ -68,6 +68,8 @@ def test_it_restarts_without_end(tmp_path: Path) -> None:
     far = made.read(0, 10_000, 10_020)
     assert far[SOURCE].to_pylist() == ["a", "b"] * 10
     assert far["text"].to_pylist()[1] == texts(45, 5)[5_000 % 45]
+    alone = block_mixture_interleave([[{"text": "a"}, {"text": "b"}]])
+    assert alone.shards[0].num_rows == 2, "there is nothing beside it that it could wait for"
 
 
 def test_a_block_holds_whole_shares_and_neighbours_stay_together(tmp_path: Path) -> None:

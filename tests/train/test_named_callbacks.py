@@ -17,8 +17,9 @@ import pytest
 
 from easypipe.core.config import apply_overrides, from_dict
 from easypipe.core.errors import ConfigError
-from easypipe.train.callbacks.config import CallbacksConfig
+from easypipe.train.callbacks.config import BestConfig, CallbacksConfig
 from easypipe.train.callbacks.named import (
+    BestCheckpoints,
     EarlyStopping,
     EarlyStoppingConfig,
     Heartbeat,
@@ -32,7 +33,7 @@ from easypipe.train.config import CheckpointConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh
-from easypipe.train.record import read_kept
+from easypipe.train.record import read_kept, write_kept
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, settings
 
@@ -182,6 +183,14 @@ def test_best_json_names_only_checkpoints_that_are_there_whole(tmp_path):
     )
     assert ["checkpoints/2"] in listed, "listed when it was whole, and not only at the end"
     assert [] not in listed, "the one before is listed until the next one is whole"
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_a_list_of_later_steps_goes_where_a_run_goes_back(tmp_path, write):
+    write_kept(tmp_path / "best.json", [{"step": 9, "loss": 1.0, "checkpoint": "checkpoints/9"}])
+    best = BestCheckpoints(BestConfig(metric="loss"), tmp_path, write=write)
+    best.on_init(TrainEvent(kind="init", step=4, steps=12))
+    assert (tmp_path / "best.json").exists() is not write, "one process of a run writes"
 
 
 def test_the_lowest_is_best_by_default(tmp_path):

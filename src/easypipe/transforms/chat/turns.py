@@ -191,8 +191,7 @@ def split_at_turns(
         made = _rendered(everything, tried)
         for cut, size in zip(at_work, _sizes(made, tokenizer, row=True).tolist(), strict=True):
             cut.try_next(size, room)
-        at_work = [cut for cut in at_work if cut.left and not cut.refused]
-    cuts = [cut for cut in cuts if not cut.refused]
+        at_work = [cut for cut in at_work if cut.left]
     pieces = iter(_rendered(template, [(cut.row, piece) for cut in cuts for piece in cut.pieces]))
     for cut in cuts:
         found = [next(pieces) for _ in cut.pieces]
@@ -208,7 +207,6 @@ class _Cut:
         row: The number of the conversation.
         left: How many exchanges are in no piece yet.
         pieces: The pieces so far.
-        refused: Whether the template refuses it in pieces.
     """
 
     def __init__(self, row: int, request: Request, train_on: str, size: int) -> None:
@@ -218,7 +216,6 @@ class _Cut:
         self._starts = [len(_system(messages)), *later]
         self.left = len(self._starts)
         self.pieces: list[Request] = []
-        self.refused = False
 
     def part(self, start: int, stop: int) -> Request:
         """Returns exchanges `start` to `stop` behind the system message."""
@@ -245,7 +242,6 @@ class _Cut:
 
     def try_next(self, size: int, room: int) -> None:
         """Takes the tokens of `next`, 0 where the template refuses it."""
-        self.refused = not size
         if size > room and self._count > 1:
             self._count -= 1
             return
