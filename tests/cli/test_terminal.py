@@ -337,6 +337,10 @@ def test_progress_without_a_terminal(
     [
         ({"accuracy": 0.5, "ppl": 2.0}, "accuracy 50.00%"),
         ({"reward_accuracy": 0.25, "ppl": 2.0}, "reward accuracy 25.00%"),
+        (
+            {"reward_desirable": None, "reward_undesirable": 0.5, "ppl": 2.0},
+            "reward of undesirable answers 0.500",
+        ),
         ({"ppl": 2.0}, "ppl 2.0"),
         ({"loss": 2500.0, "ppl": None}, "ppl beyond any number"),  # ipo with a small beta
     ],

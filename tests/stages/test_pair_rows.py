@@ -158,6 +158,8 @@ def test_an_answer_that_is_null_shares_no_text_with_the_other_one(tmp_path):
     ]
     scanned = tokenized(tmp_path, data, SHARED_TEXT, on_error="skip").scan(0, 0, 6)
     assert [(one.row, one.reason) for one in scanned.rejects] == [(4, "null"), (5, "null")]
+    told = [one.detail for one in scanned.rejects]
+    assert told == [f"column {name!r} has no text" for name in ("chosen", "rejected")]
     assert scanned.batch.num_rows == 4
 
 

@@ -136,6 +136,8 @@ def training() -> Iterator[TrainListener]:
 QUALITY = (
     ("accuracy", "accuracy {:.2%}"),
     ("reward_accuracy", "reward accuracy {:.2%}"),
+    ("reward_desirable", "reward of desirable answers {:.3f}"),
+    ("reward_undesirable", "reward of undesirable answers {:.3f}"),
     ("ppl", "ppl {:.1f}"),
 )
 
@@ -143,8 +145,9 @@ QUALITY = (
 def quality(seen: Json, unknown: str = "ppl beyond any number") -> str:
     """Returns the quality beside a loss, as text.
 
-    It is the accuracy of a classifier, the share of pairs whose preferred answer won, or the
-    perplexity of tokens, if it is finite; else `unknown`.
+    It is the accuracy of a classifier, the share of pairs whose preferred answer won, the mean
+    reward of answers that are judged each for itself, or the perplexity of tokens, if it is
+    finite; else `unknown`.
     """
     known = (words.format(seen[key]) for key, words in QUALITY if seen.get(key) is not None)
     return next(known, unknown)

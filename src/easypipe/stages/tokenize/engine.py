@@ -179,7 +179,10 @@ class PromptEngine:
             if isinstance(better, Rendered) and isinstance(worse, Rendered):
                 pairs.append((better, worse))
             elif isinstance(worse, Refused) and isinstance(better, Rendered):
-                pairs.append(worse._replace(detail=f"column {rejected!r}: {worse.detail}"))
+                # the row that it is written from has it in the preferred answer's column
+                told = worse.detail.removeprefix(f"column {answer!r} ")
+                parted = " " if told != worse.detail else ": "
+                pairs.append(worse._replace(detail=f"column {rejected!r}{parted}{told}"))
             elif isinstance(better, Refused):
                 pairs.append(better)
         return pairs
