@@ -167,6 +167,12 @@ READERS = {
         ),
         Job("export", command("export", "run", "out"), ("checkpoint",), True),
         Job("report", command("report", "run"), ("checkpoint",), True),
+        Job(
+            "report of a run that went on",
+            command("report", "run"),
+            ("checkpoint", "train again"),
+            True,
+        ),
     )
 }
 # what several processes do to one folder at the same time
@@ -174,7 +180,7 @@ TOGETHER = {
     job.name: job
     for job in (
         Job("read", read_batches(state=False)),
-        Job("clear", command("cache", "clear", "cache")),
+        Job("clear", command("cache", "clear", "--cache-dir", "cache")),
         Job("train", TRAINED, arrays=True),
     )
 }

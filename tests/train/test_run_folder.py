@@ -343,9 +343,9 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(folder, tmp_path, capsys):
         "not known: ledger.json is damaged: it does not hold what a run writes there: "
         "KeyError(&#39;stage&#39;)" in page([tmp_path])
     )
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "eval": 3}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "eval": {"web": {}}}\n')
     with pytest.raises(
-        StateError, match=r"a file in it is not what a run writes there: AttributeError"
+        StateError, match=r"a file in it is not what a run writes there: KeyError 'loss'"
     ):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("hello\n\n")

@@ -8,6 +8,7 @@ always in `local`, a folder of this machine.
 from __future__ import annotations
 
 import json
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -66,8 +67,11 @@ class CacheFolder:
         if not manifest.quarantine:
             return True
         path = self.at("manifests", manifest.quarantine)
+        if not self.remote and not Path(path).is_file():
+            return False
         try:
-            found = storage.checksum(path, self.options)
+            with raising(StorageError, path, "cannot be read", "Check the path and permissions."):
+                found = storage.checksum(path, self.options)
         except FileNotFoundError:
             return False
         return manifest.quarantine_checksum in ("", found.checksum)
@@ -79,7 +83,7 @@ class CacheFolder:
             FileNotFoundError: There is none.
             OSError: It cannot be read.
         """
-        with pa.memory_map(str(self.tokens(file))) as mapped:
+        with pa.memory_map(os.fsencode(storage.endless_refused(self.tokens(file)))) as mapped:
             return mapped.read_buffer()
 
     def commit_tokens(
@@ -98,9 +102,12 @@ class CacheFolder:
             else batch.schema.with_metadata({STATS: json.dumps(stats).encode()})
         )
         with storage.commit_file(self.tokens(file), self.options) as (temporary, stamp):
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            with (
+                pa.OSFile(os.fsencode(temporary), "wb") as sink,
+                pa.ipc.new_file(sink, schema) as writer,
+            ):
                 writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
-            with pa.memory_map(str(temporary)) as mapped:
+            with pa.memory_map(os.fsencode(temporary)) as mapped:
                 blocks = block_sums(mapped.read_buffer())
         return TokenStamp(num_bytes=stamp().num_bytes, checksum=stamp().checksum, blocks=blocks)
 

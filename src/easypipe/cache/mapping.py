@@ -27,6 +27,7 @@ import pyarrow as pa
 
 from easypipe.cache.manifest import Part
 from easypipe.core.errors import CacheError
+from easypipe.core.storage import endless_refused
 from easypipe.core.values import Int64, Integers, UInt64
 
 AGAIN = "Prepare the dataset again; only this range is tokenized anew."
@@ -180,7 +181,7 @@ class MappedFiles:
         """Maps file i in its place."""
         path, size = self._paths[i], self._sizes[i]
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(endless_refused(path), os.O_RDONLY)
         except FileNotFoundError as error:
             raise CacheError(at=path, problem="missing from the token cache", fix=AGAIN) from error
         except OSError as error:

@@ -78,19 +78,17 @@ def _run(folder: Path) -> Run:
 
     One that cannot be read has the reason as its state, so that it hides no other run.
     """
-    from easypipe.core.config import allowing_code, load_yaml
     from easypipe.core.locks import try_hold
     from easypipe.train.metrics.log import Record, each_record
+    from easypipe.train.record import recorded_steps
 
     try:
-        metrics, config = folder / "metrics.jsonl", folder / "run.yaml"
+        metrics = folder / "metrics.jsonl"
         last: Record = {"step": 0}
         evals: dict[str, Record] = {}
         for last in each_record(metrics) if metrics.exists() else ():
             evals = last.get("eval") or evals
-        with allowing_code():  # no function that it names is called
-            values = load_yaml(config) if config.exists() else {}
-        steps = (values.get("train") or {}).get("steps")
+        steps = recorded_steps(folder)
         held = try_hold(folder, exclusive=False)
     except (EasypipeError, OSError) as error:
         return Run(str(folder), f"damaged: {error}", 0, None, None, {})
@@ -102,5 +100,5 @@ def _run(folder: Path) -> Run:
         state = "finished" if last["step"] >= steps else "stopped"
     if held is not None:
         held.close()
-    held_out = {name: seen["loss"] for name, seen in evals.items() if seen["loss"] is not None}
+    held_out = {name: seen["loss"] for name, seen in evals.items() if seen.get("loss") is not None}
     return Run(str(folder), state, last["step"], steps, last.get("loss"), held_out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -291,7 +292,7 @@ class Images:
             ):
                 for batch in self._read(source):
                     writer.write_batch(batch)
-        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        return pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
 
     def _read(self, source: ShardedSource) -> Iterator[pa.RecordBatch]:
         for number, shard in enumerate(source.shards):

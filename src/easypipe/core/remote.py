@@ -178,6 +178,7 @@ def retrying(
     started, attempt, stalls, extra = time.monotonic(), 0, 0, num_bytes / SLOWEST_BYTES_PER_S
     deadline = started + policy.deadline_s + extra
     times = _times[_host(url), kind, num_bytes.bit_length()] if kind else None
+    said_so: set[str] = set()  # what failed up to now
     while True:
         attempt += 1
         began = time.monotonic()
@@ -202,7 +203,9 @@ def retrying(
         stalls += cut
         wait = 0.0 if cut else _wait(policy, attempt, failure)
         unknown = _nobody_there(failure) and never_answered(url)
-        few = unknown or any(isinstance(link, PackedError) for link in causes_of(failure))
+        said_so.add(str(failure))
+        same = len(said_so) == 1 and isinstance(failure, ShortReadError)
+        few = unknown or same or any(isinstance(link, PackedError) for link in causes_of(failure))
         tries = min(policy.attempts, FEW) if few else policy.attempts
         if attempt >= tries or time.monotonic() + wait >= deadline:
             break
@@ -453,7 +456,7 @@ async def _http_facts(fs: Any, url: str) -> HttpFacts:
         if answer.status == 416:  # an empty file has no first byte
             total = _total(answer.headers.get("Content-Range", ""))
             return HttpFacts(0 if total is None else total, _http_identity(answer.headers), True)
-        answer.raise_for_status()
+        _refuse_status(answer)
         if answer.status == 206:
             total = _total(answer.headers.get("Content-Range", ""))
         elif answer.headers.get("Content-Length", "").isdigit() and not _packed(answer.headers):
@@ -473,10 +476,12 @@ async def _http_range(
     fs: AbstractFileSystem, url: str, start: int, stop: int, identity: str
 ) -> bytes:
     """Asks for a range, and checks that the answer is that part of the same file."""
+    from aiohttp import ClientPayloadError
+
     async with await _get(fs, url, f"bytes={start}-{stop - 1}") as answer:
         if answer.status == 416:
             raise ChangedError("the server says that the file is shorter now")
-        answer.raise_for_status()
+        _refuse_status(answer)
         now = _http_identity(answer.headers)
         if (
             now
@@ -504,12 +509,13 @@ async def _http_range(
             raise OtherAnswerError(OTHER)
         pieces: list[bytes] = []
         at = 0
-        async for piece in answer.content.iter_chunked(1 << 18):
-            if at + len(piece) > skipped:
-                pieces.append(piece[max(0, skipped - at) : skipped + stop - start - at])
-            at += len(piece)
-            if at >= skipped + stop - start:
-                break
+        with contextlib.suppress(ClientPayloadError):  # it ends early, see below
+            async for piece in answer.content.iter_chunked(1 << 18):
+                if at + len(piece) > skipped:
+                    pieces.append(piece[max(0, skipped - at) : skipped + stop - start - at])
+                at += len(piece)
+                if at >= skipped + stop - start:
+                    break
         if answer.status != 206 or at > stop - start:
             answer.close()  # closes the connection, so that the rest is not sent
         if answer.status == 206 and at > stop - start:
@@ -518,6 +524,14 @@ async def _http_range(
         if len(data) != stop - start:
             raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data
+
+
+def _refuse_status(answer: Any) -> None:
+    """Raises an error where an answer has no bytes of a file; a redirect to nowhere is one."""
+    answer.raise_for_status()
+    if answer.status not in (200, 203, 206):
+        answer.close()
+        raise OSError(f"HTTP {answer.status} came in place of the file")
 
 
 def _get(fs: Any, url: str, byte_range: str) -> Coroutine[Any, Any, Any]:

@@ -168,14 +168,7 @@ def read_bytes(path: str | Path, storage_options: StorageOptions = None) -> byte
     """
     try:
         if not is_remote(path):
-            local = _local(path)
-            if _is_device(local):
-                raise StorageError(
-                    at=str(path),
-                    problem="is a pipe, a socket or a device",
-                    fix="Copy what it gives into a file.",
-                )
-            return local.read_bytes()
+            return endless_refused(path).read_bytes()
         return bytes(
             ask(
                 path,
@@ -234,7 +227,7 @@ def chunks(path: str | Path, storage_options: StorageOptions = None) -> Iterator
         OSError: It cannot be read.
     """
     if not is_remote(path):
-        with open(_local(path), "rb") as file:
+        with open(endless_refused(path), "rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
         return
@@ -544,6 +537,7 @@ def checksum(path: str | Path, storage_options: StorageOptions = None) -> Stamp:
 
     Raises:
         FileNotFoundError: There is no file.
+        OSError: It cannot be read.
     """
     hasher, total = xxhash.xxh3_128(), 0
     if is_remote(path):
@@ -552,7 +546,7 @@ def checksum(path: str | Path, storage_options: StorageOptions = None) -> Stamp:
             total += len(chunk)
         return Stamp(num_bytes=total, checksum=hasher.hexdigest())
     held = memoryview(bytearray(HASHED_BYTES))
-    with open(_local(path), "rb", buffering=0) as file:
+    with open(endless_refused(path), "rb", buffering=0) as file:
         while count := file.readinto(held):
             hasher.update(held[:count])
             total += count
@@ -634,6 +628,22 @@ def _changed(path: Path) -> float:
     """Returns when a file, or anything in a folder, was last written to."""
     inside = path.rglob("*") if path.is_dir() else ()
     return max(one.lstat().st_mtime for one in (path, *inside))
+
+
+def endless_refused(path: str | Path) -> Path:
+    """Returns the local path of a file whose bytes may be read to their end.
+
+    Raises:
+        StorageError: It is a pipe, a socket or a device.
+    """
+    local = _local(path)
+    if _is_device(local):
+        raise StorageError(
+            at=str(path),
+            problem="is a pipe, a socket or a device",
+            fix="Copy what it gives into a file.",
+        )
+    return local
 
 
 def _is_device(path: Path) -> bool:

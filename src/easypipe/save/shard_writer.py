@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,11 @@ def open_writer(
         # Tokens are nearly uniform words: a dictionary costs time and makes files larger. Names of
         # datasets are the opposite.
         dictionary: Any = [SOURCE] if SOURCE in schema.names else False
-        parquet = pq.ParquetWriter(
-            sink, schema, compression=compression, use_dictionary=dictionary, write_statistics=False
-        )
-        with parquet:
+        options: Any = {"use_dictionary": dictionary, "write_statistics": False}
+        with (
+            _binary_sink(sink) as file,
+            pq.ParquetWriter(file, schema, compression=compression, **options) as parquet,
+        ):
             yield lambda batch: parquet.write_batch(batch, row_group_size=max(1, batch.num_rows))
     elif format == "arrow":
         options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
@@ -77,7 +79,11 @@ def check_json(schema: pa.Schema) -> None:
 
 
 def _binary_sink(sink: Path | pa.NativeFile) -> contextlib.AbstractContextManager[Any]:
-    return pa.OSFile(str(sink), "wb") if isinstance(sink, Path) else contextlib.nullcontext(sink)
+    return (
+        pa.OSFile(os.fsencode(sink), "wb")
+        if isinstance(sink, Path)
+        else contextlib.nullcontext(sink)
+    )
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -220,4 +221,4 @@ def _open(file: FileRef) -> pa.NativeFile:
         return pa.PythonFile(open_binary(file), mode="r")
     # open_local refuses a file that changed, as the map below must not meet a shorter one
     with open_local(file):
-        return pa.memory_map(file.here.path, "r")
+        return pa.memory_map(os.fsencode(file.here.path), "r")

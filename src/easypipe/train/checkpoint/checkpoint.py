@@ -99,7 +99,9 @@ class Checkpoints(Closeable):
         self._saving: _Saving | None = None
         if keep is None:
             return
-        with raising(StorageError, folder, "cannot hold checkpoints"):
+        with raising(
+            StorageError, folder, "cannot hold checkpoints", "Give another train.output_dir."
+        ):
             if jax.process_index() == 0:
                 make_folder(self.folder)
                 files.sweep(self.folder)
@@ -336,7 +338,11 @@ class Checkpoints(Closeable):
         return str(self.folder / str(step))
 
     def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(at=self._at(step), problem=f"cannot be read: {reason}")
+        return DamagedCheckpoint(
+            at=self._at(step),
+            problem=f"cannot be read: {reason}",
+            fix="Move its folder away: the run goes on from an earlier one, or begins anew.",
+        )
 
 
 def _reason(error: BaseException) -> str:

@@ -121,7 +121,7 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
         part: ARRAYS or RUN, with the files beside these folders; "": everything.
         share: (i, n): only every n-th file, from the i-th; the n shares together are all files.
     """
-    if not (checkpoint / CHECKSUMS).is_file():
+    if not os.path.lexists(checkpoint / CHECKSUMS):
         return Checked(
             problems={
                 name: "missing" for name in (ARRAYS, RUN) if not (checkpoint / name).is_dir()

@@ -13,13 +13,13 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from xxhash import xxh3_128
 
 from easypipe.core.closing import Closeable
 from easypipe.core.errors import StorageError, raising
-from easypipe.core.storage import commit_bytes
+from easypipe.core.storage import commit_bytes, endless_refused
 from easypipe.core.values import Json
 
 Record = dict[str, Any]
@@ -138,7 +138,7 @@ def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, i
 
     Each comes with the byte at which it ends, and the number of lines up to there.
     """
-    with open(path, "rb") as file:
+    with open(endless_refused(path), "rb") as file:
         file.seek(at)
         for number, line in enumerate(file, start=lines + 1):
             at += len(line)
@@ -148,7 +148,7 @@ def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, i
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if _is_record(record):
                 yield at, number, record
             elif line.endswith(b"\n"):  # a finished line
                 raise StorageError(
@@ -156,6 +156,17 @@ def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, i
                     problem="not a metrics record",
                     fix="Move the file away and run again.",
                 )
+
+
+def _is_record(value: Any) -> TypeGuard[Record]:
+    """Returns whether a value has what readers of a record rely on: a step, and losses."""
+    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+        return False
+    evals = value.get("eval", {})
+    losses = [value, *evals.values()] if isinstance(evals, dict) else [None]
+    return all(
+        isinstance(one, dict) and isinstance(one.get("loss"), int | float | None) for one in losses
+    )
 
 
 def perplexity(nll: float) -> float | None:

@@ -310,7 +310,7 @@ def conversations_of(path: Path) -> list[tuple[str, Json]]:
 
     Raises:
         SourceError: The file is not UTF-8.
-        ConfigError: It is not JSON.
+        ConfigError: It is not JSON, or empty.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -323,7 +323,8 @@ def conversations_of(path: Path) -> list[tuple[str, Json]]:
     if isinstance(found[0][1], BadJson):
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
         found = [(f"{path}, line {number}", loaded(line)) for number, line in lines]
-    (_, first), *others = found or [("", None)]
+    require(found, str(path), "holds no conversation", "Give a list of messages.")
+    (_, first), *others = found
     if isinstance(first, list) and not others and any(map(_is_conversation, first)):
         found = [(f"{path}, conversation {n}", one) for n, one in enumerate(first)]
     for at, row in found:

@@ -61,6 +61,15 @@ _KEYS = {
     "tie_embeddings": "tie_word_embeddings",
     "rope_theta": "rope_theta",
 }
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "sliding_window", "sliding_window_pattern",
+)  # fmt: skip
+_NUMBERS = (
+    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar",
+    "max_window_layers", "attn_logit_softcapping", "final_logit_softcapping", "factor",
+    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+)  # fmt: skip
 _DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -163,6 +172,7 @@ SUPPORTED = tuple(f"{family.model_type} ({family.architecture})" for family in F
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_OBJECTS = ("rope_scaling", "rope_parameters", _FULL, _SLIDING)
 # Keys of config.json -> values that ask for nothing but what this decoder does.
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "attention_bias": (False, None),
@@ -211,6 +221,26 @@ def _supported(
     require(value in have, at, f"{value!r} is not supported", fix, have)
 
 
+def _require_kind(key: str, value: JsonValue, at: str) -> None:
+    """Checks that the value of a key of config.json is of its kind; null is, where it may stand."""
+    if value is None:
+        return
+    fix = "Download the folder again."
+    if key in _SIZES:
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        require(whole, at, f"{value!r:.80} is not a whole number from 1", fix)
+    elif key in _NUMBERS:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        require(number, at, f"{value!r:.80} is not a number", fix)
+    elif key == "layer_types":
+        require(isinstance(value, list), at, f"{value!r:.80} is not a list", fix)
+    elif key in _OBJECTS:
+        if not isinstance(value, Mapping):
+            raise ConfigError(at=at, problem=f"{value!r:.80} is not an object", fix=fix)
+        for inner, one in value.items():
+            _require_kind(inner, one, f"{at}.{inner}")
+
+
 def from_hf(hf: JsonObject, at: str = "config.json") -> ModelConfig:
     """Returns the ModelConfig of a config.json, of transformers 4 or 5.
 
@@ -225,6 +255,8 @@ def from_hf(hf: JsonObject, at: str = "config.json") -> ModelConfig:
         **family.defaults,
         **{key: value for key, value in hf.items() if value is not None or key in _OPTIONAL},
     }
+    for key, value in known.items():
+        _require_kind(key, value, f"{at}: {key}")
     activation = _ACTIVATIONS[family.options.get("activation", "silu")]
     # Gemma's first files have the key of other families.
     given = hf.get(family.activation_key) or hf.get("hidden_act") or activation
@@ -408,6 +440,9 @@ def _scaling(rope: JsonObject, known: JsonObject, at: str) -> RopeScaling | None
     _supported(kind, ["default", "linear", "llama3"], f"{at}: rope_type")
     if kind == "default":
         return None
+    needed = ("factor", "low_freq_factor", "high_freq_factor")[: 3 if kind == "llama3" else 1]
+    for key in needed:
+        require(rope.get(key) is not None, at, f"rope_scaling has no {key}", "Download it again.")
     values: JsonObject = {"kind": kind, "factor": float(rope["factor"])}
     if kind == "llama3":
         values |= {key: float(rope[key]) for key in ("low_freq_factor", "high_freq_factor")}
