@@ -743,6 +743,21 @@ def test_the_header_of_an_answer_to_come_is_no_end(source: str, end: str) -> Non
         assert trained(source, messages, closers=()) == [f"{one}{end}" for one in said]
 
 
+def test_the_header_of_the_next_turn_is_no_end_where_the_first_one_says_more() -> None:
+    """As templates have it that write the header of an answer always, and tools behind the first
+    header.
+    """
+    source = (
+        "<s>{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>' }}"
+        "{{ 'No tools. ' if loop.first }}{{ m.content + '</s>' }}{% endfor %}"
+        "<|head|>assistant<|/head|>"
+    )
+    for messages in (talk("Why?", "So.", "And now?", "No."), talk("Why?", "So.")):
+        said = [message["content"] for message in messages[1::2]]
+        closers = ("<s>", "</s>", "<|head|>", "<|/head|>")
+        assert trained(source, messages, closers=closers) == [f"{one}</s>" for one in said]
+
+
 @pytest.mark.parametrize(
     ("source", "why"),
     [

@@ -35,7 +35,7 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("easypipe")
 
-ENGINE_VERSION = 8  # counts up when the same conversation gives other text or other spans
+ENGINE_VERSION = 9  # counts up when the same conversation gives other text or other spans
 MOST_ENDED = 5  # where so many rows in sequence end their worker, the template is to blame
 # Options that came later: fingerprints hold them only where they differ from these values.
 ADDED: Mapping[str, Json] = {

@@ -208,8 +208,12 @@ class Turns:
         common = len(said) - len(closed) if both else len(said)
         shared = num_shared(between, tail)
         while (found := self.token.search(tail, end, shared)) is not None:
-            opens = before.endswith(between[found.start() :]) and found.start() < common
-            if opens and not alone.lstrip().startswith(found[0]):
+            header, at = between[found.start() :], max(0, before.find(found[0]))
+            # the first turn may have more between its header and its words
+            opens = before.endswith(header) or (
+                self._heads(found[0], before) and num_shared(before[at:], header) > len(found[0])
+            )
+            if opens and found.start() < common and not alone.lstrip().startswith(found[0]):
                 break
             end = found.end()
         return tail[:end]
