@@ -115,11 +115,14 @@ class StreamCounts(Counter[tuple[str, str]]):
         """
         made = loaded.counts
         self.add("shares read", share)
-        self.add("read", {"rows": made.rows, "documents": made.docs})
-        self.add("drawn", {"again": skipped})
+        self["read", "rows"] += made.rows
+        self["read", "documents"] += made.docs
+        self["drawn", "again"] += skipped
         self.add("rejects", made.rejects)
         self.add("lengths", made.lengths)
-        self.add("texts", {"special": made.special, "escaped": made.escaped, "lost": made.lost})
+        self["texts", "special"] += made.special
+        self["texts", "escaped"] += made.escaped
+        self["texts", "lost"] += made.lost
 
     @property
     def made(self) -> Counts:
@@ -559,7 +562,8 @@ class Cursor:
             )
             self.begin(self._start.epoch + 1)
             return True
-        self._read_ahead()
+        if not self._ahead:
+            self._read_ahead()
         place, future = self._ahead.popleft()
         loaded = future.result()
         chunk = self._deal.chunk(place)
@@ -581,7 +585,11 @@ class Cursor:
             self._pass_empty()
         if loaded.ended and chunk.of_file:
             self.close()  # chunks that were asked for ahead lie behind the end of the file
-        self._next = self._deal.first(self._stream, self._behind(place, loaded.ended))
+        self._next = (
+            self._ahead[0][0]
+            if self._ahead
+            else self._deal.first(self._stream, self._behind(place, loaded.ended))
+        )
         self._read_ahead()
         return True
 
