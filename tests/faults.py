@@ -370,7 +370,7 @@ FAULTS = [
           "enabled = keep is not False and (", "enabled = keep is not False or ("),
     fault("documents read again for a state are not in the books", "loader/streams/feed.py",
           "tests/loader/test_streaming_runs.py -k read_again",
-          'self.add("drawn", {"again": skipped})', "pass"),
+          'self["drawn", "again"] += skipped', "pass"),
     # train
     fault("a step whose gradient is not finite moves the state", "train/step.py", "tests/train/test_step.py -k not_finite",
           'jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])', 'jnp.isfinite(metrics["loss"])'),

@@ -1,4 +1,4 @@
-"""PlanSpec and PlanDataset, what a plan is made of: window sizes, fingerprint; also WindowState."""
+"""PlanSpec and PlanDataset, what a plan is made of, also in words: window sizes, fingerprint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One schema for files or sources that differ: types merged by name, arrays converted to them.
+"""One schema for files or sources that differ: types merged by name, mixed ones kept as JSON text.
 
 string → large_string, list → large_list (so that no batch meets the 2^31 limit of int32 offsets),
 dictionaries and extensions → their values, every field nullable, no metadata. Equal content then

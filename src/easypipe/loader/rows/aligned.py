@@ -1,4 +1,4 @@
-"""Values of aligned columns in rows, joined over datasets: each goes where its token stands.
+"""Values of aligned columns, and the dataset, of each token of a row, joined over datasets.
 
 Loss weights belong to labels as other values belong to tokens: a weight moves with the label that
 its token becomes.

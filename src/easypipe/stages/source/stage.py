@@ -1,4 +1,4 @@
-"""The source stage opens a dataset's files, saved folder or rows in memory as a ShardedSource."""
+"""The source stage opens files (whole, or their first bytes), saved folders or rows as a source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encodes texts to documents, checks one in a thousand again, and tells why others become none."""
+"""Encodes texts to documents, checks one in a thousand again; why others are skipped or refused."""
 
 from __future__ import annotations
 

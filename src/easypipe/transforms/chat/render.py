@@ -1,4 +1,4 @@
-"""ChatTemplate: finds a template, its variables and date; writes conversations in worker processes.
+"""ChatTemplate: finds a template, its variables and date; when rendering in workers is given up.
 
 A template is a program of strangers, and a thread that runs one cannot be stopped. So templates run
 in a few worker processes (pool.py), whose processor time and memory the system limits; one that
