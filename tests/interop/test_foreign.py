@@ -395,6 +395,12 @@ SCHEDULE = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-4}
         ("trl", {}, "data.pack", {"seq_length": 1024}),
         ("trl", {"max_length": None}, "data.pack", {"seq_length": None}),
         ("llamafactory", {}, "data.tokenize", {"max_length": 2048}),
+        (
+            "llamafactory",
+            {"micro_batch_size": 2, "per_device_train_batch_size": 5},
+            "data.load",
+            {"batch_size": 2},
+        ),
         ("axolotl", {}, "data.tokenize", {"max_length": 512}),
         (
             "trl",

@@ -21,6 +21,7 @@ from easypipe import (
     load_saved,
 )
 from easypipe.core.config import digest, to_dict
+from easypipe.interop.hub import _Repository
 from easypipe.save.card import CARD, HUB_CARD, YAML
 from easypipe.save.saved import MANIFEST, SavedSource
 from hub_server import Hub
@@ -229,6 +230,12 @@ def test_refused_tokens(
     assert token not in "".join(traceback.format_exception(caught.value))
     assert token not in caplog.text
     assert save(tmp_path).pushed, "the advice: a token that may write"
+
+
+def test_a_token_that_an_answer_repeats_is_not_told(hub: Hub) -> None:
+    repository = _Repository(REPO, TOKEN, "main")
+    told, _ = repository._explain(ValueError(f"{TOKEN} is not known"))
+    assert told == ": ValueError: *** is not known"
 
 
 def test_the_token_of_the_environment(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -18,6 +19,7 @@ from easypipe.train.model.generate import (
     PIECE,
     STEPS,
     Sampling,
+    _choice,
     _Rows,
     _write,
     cache_bytes,
@@ -149,6 +151,10 @@ def test_a_repetition_penalty_weighs_what_the_row_holds() -> None:
         model(), [[3, 1, 4]], max_new_tokens=20, temperature=0, repetition_penalty=1e9
     )
     assert len(set(row)) == 20, "what the row wrote counts too"
+    unlikely, seen = jnp.array([[-1.0, -1.5, -4.0]]), jnp.array([[True, False, False]])
+    drawn = Sampling(0, None, None, None, 2.0).drawn(0, ())
+    keys = jax.random.split(drawn.key, 1)
+    assert _choice(unlikely, keys, seen, drawn, None).tolist() == [1], "no token gains by it"
 
 
 def test_min_p_keeps_to_a_share_of_the_likeliest_ones_odds() -> None:
