@@ -4,6 +4,7 @@ bench -- tokenizing`.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -432,7 +433,7 @@ def _templates(session: nox.Session) -> str:
 def _pytest(session: nox.Session) -> None:
     arguments = session.posargs or [
         "-n",
-        "logical",
+        str((os.cpu_count() or 1) + 1),  # tests wait for processes, servers and disks, too
         "--dist",
         "loadfile",
         "--no-loadscope-reorder",
