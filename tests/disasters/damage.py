@@ -4,6 +4,7 @@ names it.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -33,6 +34,12 @@ WAYS: Mapping[str, Callable[[bytes, bytes], bytes | None]] = {
     "deleted": lambda _, __: None,
     "of another shape": lambda _, __: b"[1]\n",
 }
+# What stands in the place of a file, as nothing that can be read to its end.
+PLACED: Mapping[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a pipe": os.mkfifo,
+}
 EQUAL = "another one's, of equal shape"  # of token files: by size and counts it is the right one
 
 
@@ -41,7 +48,7 @@ class Kind:
     """A kind of file. pattern: the first that fits is damaged. reader: the job that reads it.
 
     unread: why damage to it is not told, where it is not. equal: files of another text can have
-    the same shape.
+    the same shape. own: easypipe opens it, not its caller.
     """
 
     what: str
@@ -49,13 +56,16 @@ class Kind:
     reader: str
     unread: str = ""
     equal: bool = False
+    own: bool = True
 
     @property
     def ways(self) -> list[str]:
-        return [*WAYS, EQUAL] if self.equal else [*WAYS]
+        placed = PLACED if self.own else ()
+        return [*WAYS, *placed, *((EQUAL,) if self.equal else ())]
 
 
 BY_SIZE = "a folder that is whole by its sizes is up to date; who reads the rows finds it"
+BUILD = "`easypipe verify --repair` needs it, and asks for the config where it cannot be read"
 PICTURE = "for people, nothing reads it; drawn anew at the end of a run"
 KINDS = (
     Kind("manifest of a token cache", "cache/manifests/*[0-9a-f].json", "batches"),
@@ -65,9 +75,10 @@ KINDS = (
     Kind("tokens, found by text", "cache/tokens/*/*.arrow", "batches, records gone", equal=True),
     Kind("record of a range", "cache/ranges/*/*.json", "batches, manifests gone"),
     Kind("plan", "cache/plans/*.json", "batches"),
+    Kind("record of a build", "cache/configs/*.json", "batches, manifests gone", BUILD),
     Kind("index of a file", "cache/indexes/*.json", "batches"),
     Kind("proof of a tokenizer", "cache/proofs/*.json", "batches, tokens gone"),
-    Kind("state of a loader", "state.json", "batches"),
+    Kind("state of a loader", "state.json", "batches", own=False),
     Kind("saved rows", "saved/part-*.parquet", "rows of the saved folder"),
     Kind("manifest of a saved folder", "saved/_easypipe.json", "rows of the saved folder"),
     Kind("saved rows, saved again", "saved/part-*.parquet", "save again", BY_SIZE),
@@ -75,10 +86,14 @@ KINDS = (
     Kind("arrays of a checkpoint", "run/checkpoints/*/arrays/d/*", "export"),
     Kind("state in a checkpoint", "run/checkpoints/*/run/data.json", "train again"),
     Kind("checksums of a checkpoint", "run/checkpoints/*/checksums.json", "train again"),
+    Kind("names of the arrays of a checkpoint", "run/checkpoints/*/arrays/_METADATA", "export"),
+    Kind("index of the arrays", "run/checkpoints/*/arrays/manifest.ocdbt", "train again"),
+    Kind("mark of a whole checkpoint", "run/checkpoints/*/commit_success.txt", "train again"),
     Kind("arrays of a checkpoint, trained on", "run/checkpoints/*/arrays/d/*", "train again"),
     Kind("metrics of a run", "run/metrics.jsonl", "train again"),
     Kind("configuration of a run", "run/run.yaml", "export", "a text that people may edit"),
     Kind("fingerprints of a run", "run/fingerprints.json", "train again"),
+    Kind("restarts of a run", "run/restarts.json", "report of a run that went on"),
     Kind("ledger of a run", "run/ledger.json", "report"),
     Kind("plan of a run", "run/plan.json", "report"),
     Kind("versions of a run", "run/versions.json", "report"),
@@ -109,12 +124,14 @@ class Damaged:
         self._set_back(kind.reader)
         [path, *others] = sorted(self._work.glob(kind.pattern))
         before, measured = path.read_bytes(), unmeasured(path)
-        data = (
-            self._equal(before)
-            if way == EQUAL
-            else WAYS[way](before, others[-1].read_bytes() if others else NOISE)
-        )
+        data: bytes | None = None
+        if way == EQUAL:
+            data = self._equal(before)
+        elif way in WAYS:
+            data = WAYS[way](before, others[-1].read_bytes() if others else NOISE)
         path.unlink() if data is None else path.write_bytes(data)
+        if way in PLACED:
+            PLACED[way](path)
         outcome = self._run(kind.reader)
         # a measured value that was damaged, and stands as it was left, is not made again
         again = path.is_file() and path.read_bytes() != data and unmeasured(path) == measured

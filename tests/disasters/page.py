@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from disasters.damage import EQUAL, KINDS, WAYS, Damaged
+from disasters.damage import EQUAL, KINDS, PLACED, WAYS, Damaged
 from disasters.interposer import Interposed
 from disasters.jobs import JOBS
 from disasters.points import HOWS, WRITES, Trial
@@ -103,7 +103,7 @@ def operations(interposed: Interposed, folder: Path) -> list[str]:
 
 def damage(interposed: Interposed, folder: Path) -> list[str]:
     damaged = Damaged(interposed, folder)
-    ways = [*WAYS, EQUAL]
+    ways = [*WAYS, *PLACED, EQUAL]
     lines = [f"| file | read by | {' | '.join(ways)} |", "| --- " * (len(ways) + 2) + "|"]
     notes: list[str] = []
     for kind in KINDS:

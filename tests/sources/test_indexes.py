@@ -284,3 +284,23 @@ def test_every_text_has_its_own_row_number(tmp_path: Path, ending: str) -> None:
         ]
         if ROW_NUMBER in batch.schema.names:
             assert batch.column(ROW_NUMBER).to_pylist() == list(range(start, stop))
+
+
+def test_the_index_of_a_small_file_waits_for_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    usual = storage.sync
+
+    def sync(path: Path) -> None:
+        synced.append(path)
+        usual(path)
+
+    monkeypatch.setattr(storage, "sync", sync)
+    for count, waits in ((10, False), (60_000, True)):
+        path = tmp_path / f"{count}.jsonl"
+        path.write_text('{"text": "twenty bytes"}\n' * count)
+        synced.clear()
+        assert open_files(path, index_dir=tmp_path / "indexes").shards[0].num_rows == count
+        assert any(one.name.endswith(".index.json") for one in synced) is waits
+    assert len([*tmp_path.glob("indexes/*.index.json")]) == 2

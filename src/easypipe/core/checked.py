@@ -62,14 +62,21 @@ def commit_checked(
 
 
 def remember_checked(
-    path: str | Path, value: Json, storage_options: StorageOptions = None
+    path: str | Path, value: Json, storage_options: StorageOptions = None, *, synced: bool = True
 ) -> storage.Stamp:
     """Commits `value` for `recall_checked`, which refuses it under another name than `path` has.
+
+    Args:
+        path: The file.
+        value: A JSON object.
+        storage_options: Passed to fsspec.
+        synced: As in `storage.commit_file`.
 
     Raises:
         StorageError: It cannot be written.
     """
-    return storage.commit_bytes(path, checked_json({**value, NAME: _name(path)}), storage_options)
+    data = checked_json({**value, NAME: _name(path)})
+    return storage.commit_bytes(path, data, storage_options, synced=synced)
 
 
 def read_checked(

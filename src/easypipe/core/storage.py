@@ -354,8 +354,10 @@ def read_json(path: str | Path, storage_options: StorageOptions = None) -> Any:
         return json.loads(data)
 
 
-def commit_bytes(path: str | Path, data: bytes, storage_options: StorageOptions = None) -> Stamp:
-    with commit_file(path, storage_options) as (temporary, stamp):
+def commit_bytes(
+    path: str | Path, data: bytes, storage_options: StorageOptions = None, *, synced: bool = True
+) -> Stamp:
+    with commit_file(path, storage_options, synced=synced) as (temporary, stamp):
         temporary.write_bytes(data)
     return stamp()
 
@@ -394,12 +396,18 @@ def json_bytes(value: Any) -> bytes:
 
 @contextlib.contextmanager
 def commit_file(
-    path: str | Path, storage_options: StorageOptions = None
+    path: str | Path, storage_options: StorageOptions = None, *, synced: bool = True
 ) -> Generator[tuple[Path, Callable[[], Stamp]]]:
     """Commits a file that the caller writes under a temporary name.
 
     In `with commit_file(path) as (temporary, stamp):` write `temporary`; leaving the block commits
     it, an exception discards it.
+
+    Args:
+        path: The file.
+        storage_options: Passed to fsspec.
+        synced: Whether it is on the disk then. Where not, a loss of power may damage it or take it
+            away, so that only what is checked and made again is committed so.
 
     Yields:
         The temporary path, and `stamp()`, which returns size and checksum once the block is left.
@@ -424,14 +432,16 @@ def commit_file(
         try:
             yield temporary, lambda: done[0]
             _step("sync", target)
-            sync(temporary)
+            if synced:
+                sync(temporary)
             stamp = checksum(temporary)
             _step("rename", target)
             if remote:
                 _put(temporary, target, storage_options)
             else:
                 os.replace(temporary, target)
-                sync(local.parent)
+                if synced:
+                    sync(local.parent)
         except OSError as error:
             if isinstance(error, StorageError):
                 raise

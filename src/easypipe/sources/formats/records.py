@@ -33,6 +33,7 @@ ENTRY_BYTES = 1 << 20
 CUT_BYTES = 1 << 20  # cuts of a shard are at least so many plain bytes apart
 CHUNK_BYTES = 4 << 20
 PIECE_BYTES = 32 << 20  # a range is read in pieces of about so many plain bytes
+SYNCED_BYTES = 1 << 20  # the index of a smaller local file is made again sooner than synced
 BATCH_RECORDS = 1 << 14
 MAX_RECORD_BYTES = 1 << 30
 BOM = b"\xef\xbb\xbf"
@@ -342,7 +343,8 @@ def _kept_index(
         return kept
     index = build()
     if sidecar is not None:
-        remember_checked(sidecar, _to_json(index))
+        synced = file.remote or file.num_bytes >= SYNCED_BYTES
+        remember_checked(sidecar, _to_json(index), synced=synced)
     return index
 
 
