@@ -58,7 +58,7 @@ def streaming(tmp_path: Path) -> Any:
         .mix()
         .pack(PackStageConfig(seq_length=64))
     )
-    return made.load(LoadStageConfig(batch_size=4)).build()
+    return made.load(LoadStageConfig(batch_size=4, shuffle_buffer_size=64)).build()
 
 
 def epochs(tmp_path: Path) -> Any:

@@ -908,11 +908,10 @@ def test_rows_are_transformed_wherever_they_are_read(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_rows_of_streams(tmp_path: Path) -> None:
-    endless: dict[str, Any] = {"mix": MixStageConfig(), "load": {"num_epochs": None}}
+    load: dict[str, Any] = {"num_epochs": None, "shuffle_buffer_size": 64}
+    endless: dict[str, Any] = {"mix": MixStageConfig(), "load": load}
     ranks = [build(tmp_path, num_streams=4, **endless).of_rank(rank, 2) for rank in range(2)]
-    one = build(
-        tmp_path, num_streams=4, **(endless | {"load": {"num_epochs": None, "batch_size": 8}})
-    )
+    one = build(tmp_path, num_streams=4, **(endless | {"load": load | {"batch_size": 8}}))
     for together, *parts in zip(itertools.islice(one, 6), *ranks, strict=False):
         rows = sorted(row for part in parts for row in part[INPUT_IDS].tolist())
         assert rows == sorted(together[INPUT_IDS].tolist())
