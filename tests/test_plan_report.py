@@ -344,6 +344,11 @@ def test_an_endless_mixture_needs_steps_and_tells_epochs(tmp_path: Path) -> None
     assert code.epochs == code.drawn / 60 > 1
     assert report.steps_available is None
     assert any("code is read" in note for note in report.notes)
+    assert not any("once a step" in note for note in report.notes)
+    load = {"batch_size": 256, "num_epochs": None}
+    wide = mixed(tmp_path, mix={"weights": {"code": 0.5, "docs": 0.5}}, load=load).plan(2)
+    assert wide.datasets[0].epochs > 2
+    assert any("code is read" in note and "more than once a step" in note for note in wide.notes)
     with pytest.raises(ConfigError, match="steps: 0 steps are not a run"):
         pipeline.plan(0)
 

@@ -478,6 +478,7 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
     cap = dict(zip(mixture.parts, plan.spec.caps, strict=True))[d.name]
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
     beyond = _length_beyond(mixture.parts[d.name], d)
+    each = ", more than once a step: fewer or shorter rows are faster" if d.epochs > steps else ""
     notes = (
         (
             steps and d.never_drawn and not d.documents_dropped,
@@ -488,7 +489,7 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
             d.never_drawn and d.documents_dropped,
             f"no document of {d.name} has a place in this run: all that are drawn are dropped",
         ),
-        (d.epochs > 1, f"{d.name} is read {d.epochs:.2f} times"),
+        (d.epochs > 1, f"{d.name} is read {d.epochs:.2f} times{each}"),
         (
             cap is not None and len(mixture.parts) > 1 and d.epochs >= cap,
             f"{d.name} leaves the mixture after {cap} passes (mix.max_epochs), "
