@@ -19,7 +19,7 @@ from easypipe import (
     train_bpe,
 )
 from easypipe.cli import main
-from easypipe.previews.masks import SAMPLES, TOKEN
+from easypipe.previews.masks import SAMPLES, TOKEN, spellings
 
 PARTS = (
     "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}{% endfor %}"
@@ -57,6 +57,21 @@ def test_the_reason_of_the_first_form_is_told_that_is_not_refused() -> None:
     )
     (one, *_) = masks(source)
     assert str(one.reason).startswith("unproven_spans: "), one.reason
+
+
+def test_a_call_is_tried_in_every_form() -> None:
+    call = {form: one["messages"][1] for form, one in spellings(SAMPLES["a tool call"])}
+    written, empty = "arguments as JSON text", "empty content beside a call"
+    assert list(call) == [
+        *("", empty, written, f"{written}, {empty}"),
+        *("typed parts", f"typed parts, {empty}", f"typed parts, {written}"),
+        f"typed parts, {written}, {empty}",
+    ]
+    for form, message in call.items():
+        content = [] if "typed" in form else ""
+        assert message.get("content", None) == (content if empty in form else None)
+        given = message["tool_calls"][0]["function"]["arguments"]
+        assert given == ('{"city": "Bern"}' if written in form else {"city": "Bern"})
 
 
 def test_what_looks_like_a_special_token_of_a_template_alone() -> None:

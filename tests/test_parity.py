@@ -77,9 +77,12 @@ EQUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any], int, int]] = {
     ),
     "text": ([{"text": "the quick brown fox"}, {"text": "<|im_end|> Four."}], {}, 2, 0),
     "completions": (
-        [{"prompt": "Sure? ", "completion": "Four."}],
+        [
+            {"prompt": "Sure? ", "completion": "Four."},
+            {"prompt": "Sure? ", "completion": "Four.<|im_end|>"},
+        ],
         {"prompt_field": "prompt", "completion_field": "completion"},
-        1,
+        2,
         0,
     ),
 }

@@ -28,6 +28,7 @@ from easypipe.cli import main
 from easypipe.core.config import to_dict
 from easypipe.core.pages import page_of
 from easypipe.core.schema import SEGMENT_IDS
+from easypipe.loader.config import MOST_EPOCHS
 from easypipe.stages.reports import plan_report
 from easypipe.stages.reports.plan_page import plan_sections
 from easypipe.stages.reports.plan_report import DatasetPlan, PlanReport, joined
@@ -351,6 +352,12 @@ def test_an_endless_mixture_needs_steps_and_tells_epochs(tmp_path: Path) -> None
     assert any("code is read" in note and "more than once a step" in note for note in wide.notes)
     with pytest.raises(ConfigError, match="steps: 0 steps are not a run"):
         pipeline.plan(0)
+    rows = pipeline.get_data()["mixed"]
+    tokens = sum(cache.total_tokens for cache in rows.mixture.prepare())
+    most = MOST_EPOCHS * tokens // 64
+    plan_report._require_few_passes(rows.mixture, rows.plan(), most)
+    with pytest.raises(ConfigError, match=r"steps: .* too many to plan and count"):
+        plan_report._require_few_passes(rows.mixture, rows.plan(), most + 1)
 
 
 def test_a_dataset_that_is_never_drawn_is_named(tmp_path: Path) -> None:
@@ -505,6 +512,10 @@ def test_weights_that_give_other_shares_of_tokens_are_warned_of(
     pipeline.copy().write()
     assert note in caplog.text, "prepare says the same"
     caplog.clear()
+    points = [{"step": step, "weights": by_rows["weights"]} for step in (0, 4)]
+    uneven(tmp_path, mix={"weight_schedule": points}).write()
+    assert note in caplog.text, "whatever the weights follow"
+    caplog.clear()
     advised = uneven(tmp_path, mix=by_rows | {"unit": "tokens"})
     advised.copy().write()
     near = mixed(tmp_path, load={"batch_size": 2})  # the mean lengths are within a factor of 1.5
@@ -658,7 +669,9 @@ def test_preparing_is_said_and_can_be_refused(tmp_path: Path) -> None:
         mixed(tmp_path).plan(prepare=False)
     # equal files share their tokens
     jsonl(tmp_path / "data" / "code" / "c.jsonl", [{"text": text} for text in texts(60, 3)[:20]])
+    assert not mixed(tmp_path).prepared()
     assert mixed(tmp_path).plan().prepared == ("code", "docs")
+    assert mixed(tmp_path).prepared()
     again = mixed(tmp_path).plan(prepare=False)
     assert again.prepared == ()
     assert again.cache_bytes == sum(
@@ -744,6 +757,17 @@ def test_datasets_that_end_unevenly_are_named(tmp_path: Path) -> None:
         "mixture before",
     )
     assert pipeline.plan(3).notes == (), "a run that stops before has not met the end"
+
+
+def test_a_run_that_ends_inside_shuffled_rows_is_told(tmp_path: Path) -> None:
+    pipeline = mixed(tmp_path, load={"batch_size": 4, "shuffle_buffer_size": 16})
+    told = "the run ends inside a block of 16 shuffled rows; it is counted as if they were in order"
+    assert pipeline.plan(3).notes == ("code, docs: tokenized for this report", told)
+    assert pipeline.plan(2).notes == (told,)
+    whole = pipeline.plan()
+    assert whole.rows % 16
+    assert told not in (*whole.notes, *pipeline.plan(whole.steps).notes)
+    assert not pipeline.plan(4).notes
 
 
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])

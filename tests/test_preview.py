@@ -117,6 +117,16 @@ def test_prompts_and_conversations(tmp_path: Path) -> None:
     assert segment.roles == ("user", "assistant", "user", "assistant")
     spoken = [(p.role, p.masked) for p in segment.pieces or () if p.role is not None]
     assert spoken == [("user", True), ("assistant", False), ("user", True), ("assistant", False)]
+    turns = [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "that"}]
+    shared = made(
+        tmp_path,
+        [{"conversations": turns}] * 4,
+        1,
+        prompt={"format_type": "sharegpt", "template": "chatml"},
+    )
+    [segment] = shared.samples[0].segments
+    spoken = [(p.role, p.masked) for p in segment.pieces or () if p.role is not None]
+    assert spoken == [("human", True), ("gpt", False)]
     alpaca = made(
         tmp_path,
         [{"instruction": "add", "input": f"1 and {i}", "output": "7"} for i in range(4)],

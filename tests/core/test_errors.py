@@ -5,6 +5,9 @@ import pickle
 import re
 import sys
 import unicodedata
+from pathlib import Path
+
+import pytest
 
 from easypipe.core import errors
 from easypipe.core.visible import visible
@@ -41,6 +44,36 @@ def test_place_and_suggestion() -> None:
     assert errors.did_you_mean("cod", ["code", "text"]) == "Did you mean 'code'?"
     assert errors.did_you_mean("zzz", ["code"]) is None
     assert errors.did_you_mean("anything", []) is None
+
+
+def test_a_few_names_are_told() -> None:
+    assert errors.few("abcdefgh") == list("abcdefgh")
+    assert errors.few("abcdefghi") == [*"abcdefgh", "..."]
+
+
+def test_what_a_path_was_perhaps_meant_to_be(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").touch()
+    (tmp_path / ".hidden").touch()
+    told = ["rows.txt"]
+    assert errors.near_path(tmp_path / "row.txt" / "x") == (told, "Did you mean 'rows.txt'?")
+    assert errors.near_path(tmp_path / "rows.txt" / "x") == (told, None), "it is there, as a file"
+
+
+@pytest.mark.parametrize(
+    ("error", "fix", "told"),
+    [
+        (OSError("no"), "Do it.", "a: cannot be read: no. Do it."),
+        (PermissionError("no"), "Do it.", "a: cannot be read: no. Check the path and permissions."),
+        (PermissionError("no"), "Check permissions.", "a: cannot be read: no. Check permissions."),
+    ],
+)
+def test_access_that_is_denied_has_advice_of_its_own(error: OSError, fix: str, told: str) -> None:
+    with (
+        pytest.raises(errors.StorageError) as caught,
+        errors.raising(errors.StorageError, "a", "cannot be read", fix),
+    ):
+        raise error
+    assert str(caught.value) == told
 
 
 def test_a_sentence_ends_once() -> None:

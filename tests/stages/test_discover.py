@@ -187,6 +187,7 @@ def test_the_page_tells_the_same(several: Discovery) -> None:
         "validation: columns",
         "To read validation, decide first",
     ]
+    assert several.propose() == proposals[0], "the training part, where there are several"
     texts = [html.unescape(text) for text in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
     assert texts[:2] == [proposal.yaml().rstrip() for proposal in proposals]
     assert texts[2] == (
@@ -393,6 +394,11 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert len(found.parts) == 1
     assert any("bad.parquet: truncated" in note for note in found.notes)
     assert any("a.xyz: its extension names no format" in note for note in found.notes)
+    beside = discover([tmp_path / "good.jsonl", tmp_path / "a.xyz"]).propose()
+    assert beside.fields["data_files"] == str(tmp_path / "good.jsonl")
+    (tmp_path / "lines.log").write_text('{"text": "a"}\n')
+    [part] = discover(tmp_path / "lines.log", type="jsonl").parts
+    assert (part.format, part.num_rows) == ("json", 1)
     (tmp_path / "some.jsonl").write_text('{"text": "a"}\nnot json\n{"text": "b"}\n')
     [part] = discover(tmp_path / "some.jsonl").parts
     assert len(part.sample) == 2

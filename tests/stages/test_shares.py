@@ -164,18 +164,55 @@ def test_weights_of_documents_that_give_other_shares_of_tokens_are_told() -> Non
     assert shares.unlike_weights(mixture_of(), plan, {"long": 1.0, "short": 0.0}) is None
 
 
+@pytest.mark.parametrize(("count", "more"), [(8, ""), (10, ", and 2 more")])
+def test_the_first_eight_datasets_with_other_shares_are_named(count: int, more: str) -> None:
+    sizes = np.array([900] + [1] * (count - 1), np.int32)
+    parts = [
+        PlanDataset(f"d{i}", 1, int(n), "", lambda docs, n=n: np.array([n]))
+        for i, n in enumerate(sizes)
+    ]
+    plan = Plan(parts, PlanSpec(seed=3, weights=(1,) * count, stop="restart", num_epochs=None))
+    names = [part.name for part in parts]
+    mixture = Mixture(dict.fromkeys(names), plan.spec, None)  # type: ignore[arg-type]
+    asked = 1 / count
+    told = shares.unlike_weights(mixture, plan, dict.fromkeys(names, asked))
+    apart = [
+        f"{name} has {n / sizes.sum():.2%} of the tokens for a weight of {asked:.2%}"
+        for name, n in zip(names[:8], sizes, strict=False)
+    ]
+    assert str(told).startswith(
+        f"{'; '.join(apart)}{more}: the weights are shares of the documents"
+    )
+
+
+def test_a_dataset_that_is_not_asked_for_is_not_to_blame() -> None:
+    """However long its documents are."""
+    means = {"none": 1_000, "most": 1, "some": 1}
+    parts = [
+        PlanDataset(
+            name, 9, 9 * mean, "", lambda docs, mean=mean: np.full(len(docs), mean, np.int32)
+        )
+        for name, mean in means.items()
+    ]
+    schedule = Schedule(((0, (0, 3, 1)),), "step", ((0, 2),))
+    spec = PlanSpec(seed=3, weights=(1, 3, 1), stop="restart", num_epochs=None, schedule=schedule)
+    mixture = Mixture(dict.fromkeys(means), spec, None)  # type: ignore[arg-type]
+    (told,) = shares.far_from_asked(mixture, Plan(parts, spec), Steps(2), 1)
+    assert "where 75.00% is asked for: documents of most (mean 1 tokens) are long" in told
+
+
 def test_weights_that_hold_late_are_told() -> None:
-    schedule = Schedule(((0, (1, 1)), (3, (1, 3)), (90, (7, 1))), "step", ((0, 2),))
+    schedule = Schedule(((0, (1, 1)), (4, (1, 3)), (90, (7, 1))), "step", ((0, 2),))
     plan = plan_of(
         PACKS["split"], stop="restart", num_epochs=None, weights=(1, 1), schedule=schedule
     )
-    for steps in (3, 4, 91):
-        expected = []
-        for step in (3, 90)[: 0 if steps == 3 else 1 if steps == 4 else 2]:
-            first = plan.window_at(2 * step).first_row
-            begins = 2 * step if first == 2 * step else plan.window_at(2 * step).after.first_row
-            if begins // 2 > step:
-                expected.append(f"the weights of step {step} hold from step {begins // 2} on")
-        told = shares.late_stages(plan, Steps(2), steps)
-        assert [line.partition(", where")[0] for line in told] == expected
+    assert plan.window_at(2 * 4).after.first_row == 2 * 5
+    assert plan.window_at(2 * 90).after.first_row in (2 * 90, 2 * 90 + 1), "not late"
+    told = (
+        "the weights of step 4 hold from step 5 on, where the window of documents before them ends"
+    )
+    for steps in (4, 5, 90, 91):
+        assert shares.late_stages(plan, Steps(2), steps) == [told] * (steps > 4)
+    begun = Steps(2, begin=Begin(4, 8))
+    assert shares.late_stages(plan, begun, 91) == [], "a run that goes on there does not tell it"
     assert shares.late_stages(plan_of(PACKS["split"]), Steps(2), 9) == []

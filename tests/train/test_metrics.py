@@ -90,6 +90,7 @@ def test_plot_is_a_png_of_its_size(tmp_path):
 def test_nothing_of_a_picture_stands_in_the_next(tmp_path: Path) -> None:
     """They are drawn on one sheet, one after another."""
     lines = [{"step": i, "loss": 4 / i, "learning_rate": i / 9, "data_wait": 0.5} for i in (1, 2)]
+    lines[1]["tokens_per_second"] = None
     lines[0]["eval"] = {"held": {"loss": 3.0}}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     together = pictures(tmp_path)

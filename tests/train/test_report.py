@@ -139,7 +139,9 @@ def test_every_cell_of_every_table_is_told(tmp_path: Path) -> None:
     made = run(tmp_path)
     lines = (made / "metrics.jsonl").read_text().splitlines()
     more = {"skipped": 2, "mfu": 0.25, "mfu_palm": 0.125, "peak_memory": 77}
-    rates = [json.dumps({**json.loads(line), "tokens_per_second": 5.0}) for line in lines]
+    rates = [
+        json.dumps(json.loads(line) | {"tokens_per_second": 2.0**i}) for i, line in enumerate(lines)
+    ]
     rates[-1] = json.dumps(json.loads(rates[-1]) | more)
     (made / "metrics.jsonl").write_text("\n".join(rates) + "\n")
     for step in (9, 30):
@@ -167,7 +169,7 @@ def test_every_cell_of_every_table_is_told(tmp_path: Path) -> None:
         ["last step logged", "30"],
         ["loss at first, at last", "4, 0.13333"],
         ["steps skipped, not finite", "2"],
-        ["tokens a second, median", "5"],
+        ["tokens a second, median", "24,576.0"],
         ["MFU at last (exact; PaLM convention)", "0.25; 0.125"],
         ["peak memory of a device, bytes", "77"],
         ["checkpoints of steps", "9, 30"],
@@ -426,3 +428,5 @@ def test_the_first_documents_of_a_skipped_batch_are_named(count: int) -> None:
     assert said.count("d f row") == min(count, 5)
     assert said.endswith(f" and {count - 5} more") == (count > 5)
     assert (said == "unknown") == (count == 0)
+    pieces = [{"dataset": "d", "file": "f", "row": 3}] * max(1, count - 4)
+    assert documents_of({"documents": pieces}) == "d f row 3", "a document may have many pieces"
