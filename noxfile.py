@@ -298,8 +298,9 @@ def peers(session: nox.Session) -> None:
 
 @nox.session(python="3.12")
 def levanter(session: nox.Session) -> None:
-    """Levanter's section of docs/elsewhere.md. Its pin of safetensors excludes ours, so easypipe is
-    installed without what it depends on; its loss does not run with jax 0.10.
+    """Levanter's sections of docs/elsewhere.md and docs/coming_from.md. Its pin of safetensors
+    excludes ours, so easypipe is installed without what it depends on; its loss does not run with
+    jax 0.10.
     """
     project = nox.project.load_toml("pyproject.toml")["project"]
     ours = [one for one in project["dependencies"] if not one.startswith("safetensors")]
@@ -311,7 +312,7 @@ def levanter(session: nox.Session) -> None:
         "--noconftest",
         "tests/test_docs.py",
         "-k",
-        "other_libraries and Levanter and elsewhere",
+        "other_libraries and Levanter",
         env=TEST_ENV | {"EASYPIPE_PEERS": "all"},
     )
 
