@@ -1,9 +1,9 @@
 """Much of everything, and little memory: 100,000 files, 10 M empty rows, a document of 50 M tokens,
-2,000 datasets, and limits of memory.
+a line of 3 GB, 2,000 datasets, and limits of memory.
 
 python tests/disasters/load.py [STEP ...]
 
-Each step prepares and loads in a process of its own, for BOX_S at most. Where memory is limited, the
+Each step prepares and loads in a process of its own, for BOX_S at most, or FILES_S. Where memory is limited, the
 process has to end well, or with an error of ours, or by a signal of the kernel or of a library that
 asked for memory in vain; the same without a limit has to end well afterwards. What a machine does not allow is skipped, and the reason is printed.
 """
@@ -34,7 +34,7 @@ from easypipe.core.errors import EasypipeError
 from easypipe.core.protocols import silent
 from pipelines import jsonl, texts, tokenizer
 
-BOX_S = 300.0
+BOX_S, FILES_S = 300.0, 1800.0
 SENTENCE = "the cat sat on a mat and went. "  # 13 tokens of the tokenizer of the tests
 LIMITS_MB = (50, 100, 200, 400, 800)  # more than the process has once it has loaded a little
 # where a kernel lets a process put itself under a limit: of version 2 of cgroups, else of version 1
@@ -60,6 +60,14 @@ def _document(folder: Path, tokens: int = 50_000_000) -> None:
     jsonl(folder / "a.jsonl", [{"text": SENTENCE * (tokens // 13)}, {"text": SENTENCE}])
 
 
+def _line(folder: Path, num_bytes: int = 3_000_000_000) -> None:
+    with (folder / "a.jsonl").open("w") as file:
+        file.write('{"text": "')
+        for _ in range(num_bytes // 1_000_000):
+            file.write("a few words " * 83_333)
+        file.write(f'"}}\n{{"text": "{SENTENCE}"}}\n')
+
+
 def _datasets(folder: Path, count: int = 2000) -> None:
     for i in range(count):
         jsonl(folder / f"{i}" / "a.jsonl", [{"text": f"a few words {i}"}])
@@ -75,16 +83,20 @@ def _text(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """what: in words. make: writes its data."""
+    """what: in words. make: writes its data. seconds: what it may take. refused: it has to be."""
 
     what: str
     make: Callable[[Path], None]
+    seconds: float = BOX_S
+    refused: bool = False
 
 
+NONE = Step("", lambda folder: None)
 STEPS = {
-    "files": Step("100,000 files of one row", _files),
+    "files": Step("100,000 files of one row", _files, FILES_S),
     "empty": Step("10 M empty rows", _empty),
     "document": Step("a document of 50 M tokens", _document),
+    "line": Step("a line of 3 GB", _line, refused=True),
     "datasets": Step("2,000 datasets of one row", _datasets),
     "ulimit": Step("60 MB of text under ulimit -v", _text),
     "cgroup": Step("60 MB of text in a cgroup", _text),
@@ -172,19 +184,24 @@ def cgroup() -> tuple[Path, str]:
     raise OSError("no group of this kernel has a limit of memory")
 
 
-def run(folder: Path, told: str, kind: str = "", limit_mb: int = 0) -> tuple[bool, str]:
+def run(
+    folder: Path, told: str, kind: str = "", limit_mb: int = 0, *, step: Step = NONE
+) -> tuple[bool, str]:
     """Whether a child ended as it may, and what it said."""
     asked = [sys.executable, __file__, "--child", str(folder), told, kind, str(limit_mb)]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=BOX_S, check=False)
+        done = subprocess.run(
+            asked, capture_output=True, text=True, timeout=step.seconds, check=False
+        )
     except subprocess.TimeoutExpired:
-        return True, f"stopped after {BOX_S:.0f} s"
+        return True, f"stopped after {step.seconds:.0f} s"
     if kind and done.returncode < 0:
         return (
             True,
             f"ended by {signal.Signals(-done.returncode).name}: {done.stderr.strip()[-80:]}",
         )
-    well = done.returncode in (0, ERROR_OF_OURS if limit_mb else 0)
+    may = (0, ERROR_OF_OURS) if limit_mb else (ERROR_OF_OURS if step.refused else 0,)
+    well = done.returncode in may
     return well, (done.stdout if well else f"code {done.returncode}: {done.stderr[-1500:]}").strip()
 
 
@@ -213,7 +230,8 @@ def main(names: list[str]) -> int:
                     continue
             STEPS[name].make(folder / "data")
             limits = name in ("ulimit", "cgroup")
-            found = limited(folder, told, name) if limits else [run(folder, told)]
+            step = STEPS[name]
+            found = limited(folder, told, name) if limits else [run(folder, told, step=step)]
         for well, said in found:
             print(f"{STEPS[name].what}: {said}{'' if well else ' WRONG'}", flush=True)
             wrong += not well
