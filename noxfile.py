@@ -4,7 +4,6 @@ bench -- tokenizing`.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -434,7 +433,7 @@ def _templates(session: nox.Session) -> str:
 def _pytest(session: nox.Session) -> None:
     arguments = session.posargs or [
         "-n",
-        str((os.cpu_count() or 1) + 1),  # tests wait for processes, servers and disks, too
+        "logical",
         "--dist",
         "loadfile",
         "--no-loadscope-reorder",

@@ -93,6 +93,10 @@ class Fault:
         pattern = re.sub(r"(\\[)\]}])", r",?\\s*\1", pattern)
         return re.compile(re.escape(indent) + pattern + re.escape(end))
 
+    def put_into(self, whole: str) -> str:
+        """Returns the text of its file with the fault in it."""
+        return self.places.sub(lambda _: self.new, whole)
+
 
 def fault(name: str, file: str, tests: str, old: str, new: str) -> Fault:
     return Fault(name, file, old, new, tuple(shlex.split(tests)))
@@ -105,8 +109,8 @@ FAULTS = [
           "{*_secrets_of(options), *_secrets_of_url(url)}", "{*_secrets_of_url(url)}"),
     fault("secrets of signed URLs are told", "core/remote.py", "tests/sources/test_remote.py -k secret",
           "{*_secrets_of(options), *_secrets_of_url(url)}", "{*_secrets_of(options)}"),
-    fault("a committed file is not synced", "core/storage.py", "tests/core/test_storage.py", "            sync(temporary)\n", ""),
-    fault("its folder is not synced", "core/storage.py", "tests/core/test_storage.py", "                sync(local.parent)\n", ""),
+    fault("a committed file is not synced", "core/storage.py", "tests/core/test_storage.py", "                sync(temporary)\n", "                pass\n"),
+    fault("its folder is not synced", "core/storage.py", "tests/core/test_storage.py", "                    sync(local.parent)\n", "                    pass\n"),
     fault("dropout is left on in evaluation", "train/step.py", "tests/train/test_step.py -k dropout",
           "model.set_attributes(deterministic=True,", "model.set_attributes("),
     fault("a checkpoint in doubt is taken for the good one", "train/trainer.py", "tests/train/test_watch.py -k in_doubt",
@@ -1026,7 +1030,7 @@ class Room:
         if fault is not None:
             file = self._copy / "easypipe" / fault.file
             whole = file.read_text(encoding="utf-8")
-            file.write_text(fault.places.sub(lambda _: fault.new, whole), encoding="utf-8")
+            file.write_text(fault.put_into(whole), encoding="utf-8")
             # bytecode and kernels are known by the time of their file, which no other fault has
             stamp = next(self._stamps)
             os.utime(file, (stamp, stamp))

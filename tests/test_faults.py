@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from faults import FAULTS, ROOT, Fault
+from faults import FAULTS, PACKAGE, ROOT, Fault
 from golden.cases import all_cases
 
 
 @pytest.mark.parametrize("one", FAULTS, ids=lambda one: one.name)
 def test_a_fault_fits(one: Fault) -> None:
     assert one.fits, f"{one.file}: {one.old!r} does not stand there once"
+    ast.parse(one.put_into((PACKAGE / one.file).read_text(encoding="utf-8")))
 
 
 @functools.cache

@@ -23,7 +23,7 @@ import ssl
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate, parsedate_to_datetime
 from typing import Any, TypeVar
@@ -202,11 +202,8 @@ def retrying(
         cut = patience < most and time.monotonic() - began >= patience
         stalls += cut
         wait = 0.0 if cut else _wait(policy, attempt, failure)
-        unknown = _nobody_there(failure) and never_answered(url)
         said_so.add(str(failure))
-        same = len(said_so) == 1 and isinstance(failure, ShortReadError)
-        few = unknown or same or any(isinstance(link, PackedError) for link in causes_of(failure))
-        tries = min(policy.attempts, FEW) if few else policy.attempts
+        tries = min(policy.attempts, FEW if _hopeless(failure, url, said_so) else policy.attempts)
         if attempt >= tries or time.monotonic() + wait >= deadline:
             break
         said = f"{public_url(url)}: {tell(failure, url, options)}"
@@ -215,6 +212,19 @@ def retrying(
     # Raised here, outside of the except block: the library's own error has the whole URL in it, and
     # a traceback would print it.
     raise _told(failure, url, options, attempt, time.monotonic() - started)
+
+
+def _hopeless(failure: Exception, url: str, said_so: set[str]) -> bool:
+    """Returns whether few attempts are enough: nobody is there, or it fails alike each time.
+
+    Args:
+        failure: The last failure.
+        url: What was asked for.
+        said_so: The words of all failures up to now.
+    """
+    nobody = _nobody_there(failure) and never_answered(url)
+    same = len(said_so) == 1 and isinstance(failure, ShortReadError)
+    return nobody or same or any(isinstance(link, PackedError) for link in causes_of(failure))
 
 
 class _Times:
@@ -534,16 +544,12 @@ def _refuse_status(answer: Any) -> None:
         raise OSError(f"HTTP {answer.status} came in place of the file")
 
 
-def _get(fs: Any, url: str, byte_range: str) -> Coroutine[Any, Any, Any]:
-    """Starts a GET request for a byte range, without compression."""
-
-    async def send() -> Any:
-        session = await fs.set_session()
-        kwargs = dict(fs.kwargs)
-        headers = {**kwargs.pop("headers", {}), "Range": byte_range, "Accept-Encoding": "identity"}
-        return await session.get(fs.encode_url(url), headers=headers, **kwargs)
-
-    return send()
+async def _get(fs: Any, url: str, byte_range: str) -> Any:
+    """Sends a GET request for a byte range, without compression."""
+    session = await fs.set_session()
+    kwargs = dict(fs.kwargs)
+    headers = {**kwargs.pop("headers", {}), "Range": byte_range, "Accept-Encoding": "identity"}
+    return await session.get(fs.encode_url(url), headers=headers, **kwargs)
 
 
 def _total(content_range: str) -> int | None:

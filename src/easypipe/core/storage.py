@@ -451,13 +451,10 @@ def commit_file(
         done.append(stamp)
         _step("committed", target)
     finally:
+        with contextlib.suppress(OSError):  # it was renamed, or an error is being raised already
+            temporary.unlink(missing_ok=True)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        else:
-            with contextlib.suppress(
-                OSError
-            ):  # it was renamed, or an error is being raised already
-                temporary.unlink(missing_ok=True)
 
 
 def commit_folder(temporary: Path, target: Path) -> None:

@@ -47,7 +47,7 @@ def open_writer(
     elif format == "parquet":
         # Tokens are nearly uniform words: a dictionary costs time and makes files larger. Names of
         # datasets are the opposite.
-        dictionary: Any = [SOURCE] if SOURCE in schema.names else False
+        dictionary = [SOURCE] if SOURCE in schema.names else False
         options: Any = {"use_dictionary": dictionary, "write_statistics": False}
         with (
             _binary_sink(sink) as file,

@@ -20,7 +20,7 @@ from xxhash import xxh3_128
 from easypipe.core.closing import Closeable
 from easypipe.core.errors import StorageError, raising
 from easypipe.core.storage import commit_bytes, endless_refused
-from easypipe.core.values import Json
+from easypipe.core.values import Json, JsonValue
 
 Record = dict[str, Any]
 # Files in train.output_dir, each a MetricsFile.
@@ -158,7 +158,7 @@ def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, i
                 )
 
 
-def _is_record(value: Any) -> TypeGuard[Record]:
+def _is_record(value: JsonValue) -> TypeGuard[Record]:
     """Returns whether a value has what readers of a record rely on: a step, and losses."""
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):
         return False
