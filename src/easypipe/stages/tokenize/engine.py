@@ -9,6 +9,7 @@ engine.encode({"prompt": "2 + 2 = ", "completion": "4"})
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -162,7 +163,7 @@ class PromptEngine:
         assert isinstance(self.format, ChatFormat)
         return self.format.split(rows, self.render_rows(rows), self.tokenizer, room)
 
-    @property
+    @functools.cached_property
     def verdicts(self) -> tuple[str, ...]:
         """Optional columns that say by true or false whether a row's answer is a good one."""
         if self.config.format_type in ("text", "custom") or self.config.rejected_column is not None:

@@ -51,9 +51,11 @@ class Rendered(NamedTuple):
 
 def flag_of(message: Message) -> bool | None:
     """Returns whether a message itself says that it is trained; None where it says nothing."""
-    flag, weight, ranges = (message.get(key) for key in (FLAG, WEIGHT, RANGES))
-    said = [bool(value) for value in (weight, ranges) if value is not None]
-    return said[0] if flag is None and said else flag
+    if (flag := message.get(FLAG)) is not None:
+        return flag
+    if (said := message.get(WEIGHT)) is not None or (said := message.get(RANGES)) is not None:
+        return bool(said)
+    return None
 
 
 def ranges_of(message: Message) -> list[tuple[int, int]] | None:
