@@ -372,13 +372,15 @@ class _Work(Generic[R]):
             record = self._store(piece, name)
             write_record(record_path(self._folder, piece), record, self._folder.options)
             return record
-        except MemoryError as error:
-            raise CacheError(
-                at=f"{name}, rows {piece.start} to {piece.stop}",
-                problem="memory ran out",
-                fix="Give the process more memory, or set a smaller tokenize.num_workers.",
-            ) from error
         except Exception as error:
+            # so says Arrow where the limit of memory leaves no room for a thread's stack
+            no_thread = isinstance(error, pa.ArrowException) and "worker thread" in str(error)
+            if no_thread or isinstance(error, MemoryError):
+                raise CacheError(
+                    at=f"{name}, rows {piece.start} to {piece.stop}",
+                    problem="no thread can be started" if no_thread else "memory ran out",
+                    fix="Give the process more memory, or set a smaller tokenize.num_workers.",
+                ) from error
             if self._encoder.backend:
                 at = f"{name}, rows {piece.start}:{piece.stop}"
                 error.add_note(f"while tokenizing dataset {dataset!r}, {at}")
