@@ -581,7 +581,7 @@ def make_folder(folder: Path) -> None:
     """Makes a local folder with those above it, and returns when they are on the disk."""
     if folder.is_dir():
         return
-    missing = list(itertools.takewhile(lambda one: not one.is_dir(), (folder, *folder.parents)))
+    missing = list(itertools.filterfalse(Path.is_dir, (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
         with contextlib.suppress(PermissionError):  # one may write there, but not read
