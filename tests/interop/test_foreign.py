@@ -410,7 +410,7 @@ SCHEDULE = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-4}
         ),
         (
             "trl",
-            SCHEDULE | {"lr_scheduler_kwargs": {"min_lr": 2.5e-5}},
+            SCHEDULE | {"lr_scheduler_kwargs": '{"min_lr": 2.5e-5}'},
             "train.optimizer",
             {"final_fraction": 0.25},
         ),
@@ -470,6 +470,15 @@ def test_rows_that_are_too_long_become_what_they_become_there(
     assert run.data.pack.seq_length
     if given.get("packing_strategy") == "wrapped":
         assert run.data.pack.strategy == "concat"
+
+
+def test_an_unknown_way_with_long_rows_is_listed(tmp_path: Path) -> None:
+    given = {"base_model": "m", "datasets": [{"path": "o/a", "type": "chat_template"}]}
+    made = imported("axolotl", tmp_path, **given, excess_length_strategy="cut")
+    assert made.left["excess_length_strategy"] == (
+        "'cut' is not known here: drop, truncate, raise are"
+    )
+    assert made.config["data"]["datasets"][0]["length"] == {"policy": "drop"}
 
 
 def test_a_config_of_rewards_is_none_of_preferences(tmp_path: Path) -> None:

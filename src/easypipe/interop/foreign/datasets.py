@@ -101,9 +101,8 @@ def _axolotl_rows(key: Key) -> list[JsonObject]:
             "message_field_content", "split", "name", "revision", "ds_type",
         }  # fmt: skip
         if kind in ("chat_template", "sharegpt"):
-            dataset["length"] = {
-                "policy": EXCESS[str(given.get("excess_length_strategy") or "drop")]
-            }
+            asked = str(given.get("excess_length_strategy"))
+            dataset["length"] = {"policy": EXCESS.get(asked, EXCESS["drop"])}
             for name in OF_TURNS.intersection(one if "rl" in given else ()):
                 left[f"{at}.{name}"] = "theirs does not read it of preferences either"
             prompt = _axolotl_keys(left, at, one, flags="rl" not in given)

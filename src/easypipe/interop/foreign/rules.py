@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,13 +184,14 @@ length = to("data.pack.seq_length", "data.tokenize.max_length")
 
 
 def schedule_options(key: Key) -> None:
-    """Takes the options of a schedule, as transformers call them: where it ends, and how."""
+    """Takes the options of a schedule, an object or its JSON: where it ends, and how."""
     names = {
         "min_lr_rate": "final_fraction", "min_lr_ratio": "final_fraction", "power": "power",
         "num_decay_steps": "cooldown_steps",
     }  # fmt: skip
     peak = key.given.get("learning_rate")
-    for name, value in key.value.items():
+    options = json.loads(key.value) if isinstance(key.value, str) else key.value
+    for name, value in options.items():
         if name in names:
             key.put(f"train.optimizer.{names[name]}", value)
         elif name in ("min_lr", "lr_end") and peak:

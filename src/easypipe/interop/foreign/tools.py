@@ -11,6 +11,7 @@ import yaml
 from easypipe.core.config import load_yaml
 from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.interop.foreign.datasets import (
+    EXCESS,
     SPLIT,
     axolotl_datasets,
     axolotl_pretraining,
@@ -153,6 +154,14 @@ _CHOSEN = needless("the fastest attention of the device is taken")
 _QUANTIZED = "quantized weights are not known here: they stay in model.dtype"
 
 
+def strategy_of_excess(key: Key) -> None:
+    """Axolotl's ways with rows that are too long; `datasets` reads it too."""
+    if key.value in EXCESS:
+        key.carry("in length of the datasets of conversations")
+    else:
+        key.unknown(f": {', '.join(EXCESS)} are")
+
+
 def strategy_of_packing(key: Key) -> None:
     """TRL's ways of packing, of which two keep all of a text that is longer than a row."""
     if key.value in ("bfd", "bfd_split"):
@@ -270,7 +279,7 @@ _AXOLOTL: dict[str, Rule] = {
     "dataset_prepared_path": to("data.cache_dir"),
     "val_set_size": held_out,
     "sequence_len": length,
-    "excess_length_strategy": needless("in length of the datasets of conversations"),
+    "excess_length_strategy": strategy_of_excess,
     "sample_packing": packing,
     "eval_sample_packing": needless("held-out data is packed as `data` is"),
     "pad_to_sequence_len": needless("packed rows are full"),
