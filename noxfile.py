@@ -67,6 +67,23 @@ def core_only(session: nox.Session) -> None:
 
 
 @nox.session
+def dist(session: nox.Session) -> None:
+    """The sdist, and the wheel that it builds: their metadata are valid, and the tests in the sdist
+    pass on the wheel.
+    """
+    session.install("build>=1.2", "twine>=6", "pytest>=8")
+    made = Path(session.create_tmp()).resolve()
+    session.run("python", "-m", "build", "--outdir", str(made))
+    [sdist], [wheel] = made.glob("*.tar.gz"), made.glob("*.whl")
+    session.run("twine", "check", "--strict", str(sdist), str(wheel))
+    session.install(str(wheel))
+    session.run("python", "-m", "tarfile", "-e", str(sdist), str(made))
+    session.chdir(made / sdist.name.removesuffix(".tar.gz"))
+    env = TEST_ENV | {"EASYPIPE_CORE_ONLY": "all"}
+    session.run("pytest", "--noconftest", "tests/test_core_only.py", *session.posargs, env=env)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Rules and format."""
     session.install(

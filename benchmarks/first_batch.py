@@ -6,7 +6,8 @@ numbers are there. Timed from Pipeline to the first batch of packed rows, for
 
 first open   nobody has planned these rows before
 later        the plan's checkpoints lie beside the cache
-a tenth      first open of a cache of a tenth of the size: what does not grow with the data is what the two have in common
+a tenth      first open of a cache of a tenth of the size: what does not grow with the
+             data is what the two have in common
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The loss of a language model on a GPU, bf16: parity, time of forward and of forward + backward,
 and memory, beside the peers' kernels.
 
-    python benchmarks/gpu_loss.py            # the issue's four shapes on a GPU; small ones where there is none
+    python benchmarks/gpu_loss.py            # four shapes on a GPU, small ones where there is none
     python benchmarks/gpu_loss.py --only easypipe,naive --shape 4096 4096 128256
 
 Every contender runs in a process of its own, started by this one, so that none sees the memory, the

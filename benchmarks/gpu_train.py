@@ -3,7 +3,7 @@
 torch loop with SDPA. Same shape, same rows, same AdamW and clipping.
 
     python benchmarks/gpu_train.py           # on one GPU
-    python benchmarks/gpu_train.py --tiny    # small shapes, any machine: shows that all of it runs, its figures mean nothing
+    python benchmarks/gpu_train.py --tiny    # small shapes, any machine: its figures mean nothing
 
 Every contender runs in a process of its own, started by this one, in alternation; the first steps
 (compilation, tuning) are not counted. Rows are full and, by default, one document each: what a peer

@@ -5,7 +5,8 @@ gz, csv, row_group   one file of JSON lines in gzip, of quoted CSV, of one parqu
 files                many small text files: the unit is thousands of files
 cold                 a first run on 1 MB of text, imports and the tokenizer's check included
 discover             `easypipe discover` of a folder, to its answer
-shards, ranges       20 batches of shuffled rows of a token cache in a bucket (S3 on loopback), by `cache.reading`
+shards, ranges       20 batches of shuffled rows of a token cache in a bucket (S3 on
+                     loopback), by `cache.reading`
 http-parquet, http-jsonl, stream-parquet, stream-jsonl
                      8 files from a web server on loopback that answers every request 50 ms late:
                      prepared, or streamed to batches; the share of the local rate and the number

@@ -419,12 +419,13 @@ def floor(options: Any) -> None:
                 ) as write:
                     write(batch)
 
+        fast = options.tokenizer == "gpt2"
         parts = {
             "parquet to text, pyarrow": lambda: [
                 pq.ParquetFile(file).read(columns=["text"], use_threads=False) for file in files
             ],
-            f"text to tokens, {'gigatoken' if options.tokenizer == 'gpt2' else 'tokenizers'}": functools.partial(
-                encode_alone, columns, tokenizer, options.tokenizer == "gpt2", 1
+            f"text to tokens, {'gigatoken' if fast else 'tokenizers'}": functools.partial(
+                encode_alone, columns, tokenizer, fast, 1
             ),
             "tokens to Arrow files, synced": write_arrow,
             "tokens to parquet, zstd": write_parquet,

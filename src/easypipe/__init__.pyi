@@ -1,4 +1,6 @@
-"""What `import easypipe` exports and from where; `__init__.py` loads each name when it is first used."""
+"""What `import easypipe` exports and from where; `__init__.py` loads each
+name when it is first used.
+"""
 
 from easypipe.cache.reader import TokenCache
 from easypipe.cache.verify import Verification

@@ -218,8 +218,8 @@ def quickstart(
     ] = Path("easypipe-quickstart"),
     overrides: Overrides = None,
 ) -> None:
-    """Write a small project, and train a model on it. It also trains a tokenizer; the model has a few
-    million parameters. The same command again resumes a stopped run.
+    """Write a small project, and train a model on it. It also trains a tokenizer; the model has a
+    few million parameters. The same command again resumes a stopped run.
     """
     importlib.import_module("easypipe.run")  # fails without `[train]` before a file is written
     began = Path.cwd()

@@ -288,7 +288,7 @@ def nearest_folder(path: str) -> str:
 
 
 def names_in(folder: str) -> list[str]:
-    """Returns the names in a folder that do not begin with a dot, sorted; [] if it cannot be read."""
+    """Returns the names in a folder, without hidden ones, sorted; [] if it cannot be read."""
     with contextlib.suppress(OSError):
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     return []

@@ -1,4 +1,6 @@
-"""What `import easypipe.kernels` exports and from where; `__init__.py` loads each name when it is first used."""
+"""What `import easypipe.kernels` exports and from where; `__init__.py` loads each
+name when it is first used.
+"""
 
 from easypipe.kernels.loss.api import (
     LossWithTokens,

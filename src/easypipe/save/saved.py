@@ -41,7 +41,8 @@ MANIFEST = "_easypipe.json"
 FORMAT_VERSION = 1
 
 _KEYS = (
-    "format_version", "fingerprint", "format", "compression", "schema", "columns", "num_rows", "num_tokens", "tokens", "shards", "ledger",
+    "format_version", "fingerprint", "format", "compression", "schema", "columns", "num_rows",
+    "num_tokens", "tokens", "shards", "ledger",
 )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""What `import easypipe.train` exports and from where; `__init__.py` loads each name when it is first used."""
+"""What `import easypipe.train` exports and from where; `__init__.py` loads each
+name when it is first used.
+"""
 
 from easypipe.train.model.pretrained.gguf import save_gguf
 from easypipe.train.model.pretrained.origin import load_pretrained

@@ -48,14 +48,16 @@ _OLDER: Mapping[str, Sequence[str]] = {
     LEDGER: ("entries", "facts"),
     FINGERPRINTS: ("train", "eval"),
     PLAN: (
-        "name", "unit", "datasets", "steps", "steps_available", "batch_size", "rows", "rows_left_over", "seq_length", "slots", "padding",
-        "fill", "cache_bytes", "saved_bytes", "prepared", "notes", "seconds", "by_step",
+        "name", "unit", "datasets", "steps", "steps_available", "batch_size", "rows",
+        "rows_left_over", "seq_length", "slots", "padding", "fill", "cache_bytes", "saved_bytes",
+        "prepared", "notes", "seconds", "by_step",
     ),
 }  # fmt: skip
 _LISTS = (VERSIONS, CHANGES, RESTARTS, BEST)
 
 _PACKAGES = (
-    "easypipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "tokenizers", "gigatoken",
+    "easypipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow",
+    "tokenizers", "gigatoken",
 )  # fmt: skip
 
 logger = logging.getLogger("easypipe")

@@ -46,8 +46,9 @@ logger = logging.getLogger("easypipe")
 
 # Names that every line of metrics.jsonl has; the loss itself measures `nll` and `ppl`.
 RECORDED = frozenset({
-    "step", "loss", "ppl", "grad_norm", "param_norm", "skipped", "learning_rate", "num_tokens", "num_targets", "fill", "trained_share",
-    "tokens_per_second", "mfu", "mfu_palm", "data_wait", "peak_memory", "eval",
+    "step", "loss", "ppl", "grad_norm", "param_norm", "skipped", "learning_rate", "num_tokens",
+    "num_targets", "fill", "trained_share", "tokens_per_second", "mfu", "mfu_palm", "data_wait",
+    "peak_memory", "eval",
 })  # fmt: skip
 
 
@@ -343,8 +344,8 @@ def logits_loss_sums(
         raise ConfigError(
             at=f"model {_own_type(model).__name__}",
             problem=f"gave {gave} for input_ids of shape {expected}",
-            fix="Return logits alone, Float[batch, seq, vocab]; a loss of your own, Trainer(loss=...), "
-            "may take other outputs.",
+            fix="Return logits alone, Float[batch, seq, vocab]; a loss of your own, "
+            "Trainer(loss=...), may take other outputs.",
         )
     require(
         num_tokens is None or made.shape[-1] >= num_tokens,

@@ -256,7 +256,10 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
     "tokens": (Slot(name=INPUT_IDS, aliases=("tokens", "token ids", "ids")),),
     "preference": (
         Slot(name="chosen", aliases=("preferred", "winner", "response chosen", "chosen response")),
-        Slot(name="rejected", aliases=("dispreferred", "loser", "response rejected", "rejected response")),
+        Slot(
+            name="rejected",
+            aliases=("dispreferred", "loser", "response rejected", "rejected response"),
+        ),
         Slot(name="prompt", aliases=_PROMPT, required=False),
         _TOOLS,
     ),
@@ -273,12 +276,28 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
         Slot(name="label", aliases=("kto tag",)),
         _TOOLS,
     ),
-    "prompt_completion": (Slot(name="prompt", aliases=_PROMPT), Slot(name="completion", aliases=_COMPLETION), _TOOLS),
+    "prompt_completion": (
+        Slot(name="prompt", aliases=_PROMPT),
+        Slot(name="completion", aliases=_COMPLETION),
+        _TOOLS,
+    ),
     "prompts": (Slot(name="prompt", aliases=("prompts",)), _TOOLS),
     "text": (
-        Slot(name="text", aliases=("content", "document", "body", "article", "code", "passage", "story", "page content")),
+        Slot(
+            name="text",
+            aliases=(
+                "content",
+                "document",
+                "body",
+                "article",
+                "code",
+                "passage",
+                "story",
+                "page content",
+            ),
+        ),
     ),
-}  # fmt: skip
+}
 
 
 CONTENT = ("content", "text", "value")  # keys under which messages of a role may have their text
