@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from chat_support import MARKED, chat_tokenizer, talk
 from easypipe import (
     CacheError,
     ConfigError,
@@ -36,6 +37,7 @@ from easypipe.stages.reports.shares import StepShares
 from easypipe.train.report import pictures as plot
 from page_cells import cells
 from pipelines import config, jsonl, texts
+from told import assert_told
 
 
 def chain(pipeline: Pipeline, *names: str) -> Pipeline:
@@ -805,6 +807,140 @@ def test_batch_sizes_by_step(tmp_path: Path) -> None:
     )
     report = chain(pipeline, "source", "tokenize", "pack").plan(3)
     assert report.rows == 2 + 2 + 4
+
+
+def of_chat(tmp_path: Path, name: str, rows: list[dict[str, Any]], **options: Any) -> Pipeline:
+    """A dataset with a loss mask, packed."""
+    path = jsonl(tmp_path / f"{name}.jsonl", rows)
+    pack = {"seq_length": 64, **options.pop("pack", {})}
+    load = {"batch_size": options.pop("batch_size", 8)}
+    dataset = {"name": name, "data_files": str(path), "tokenizer": chat_tokenizer()} | options
+    values = to_dict(config(tmp_path)) | {"datasets": [dataset], "pack": pack, "load": load}
+    return chain(Pipeline.from_config(values), "source", "tokenize", "pack")
+
+
+def test_what_is_told_beforehand_and_counted_behind_word_for_word(tmp_path: Path) -> None:
+    """A table and its notes, the counts that stand in none of them, and the ledger, of many runs."""
+    whole = {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"}
+    cut = whole | {"stop_strategy": "first_exhausted"}
+    again = {"weights": {"code": 0.25, "docs": 0.75}, "stop_strategy": "restart"}
+    points = [
+        {"step": 2, "weights": {"code": 1, "docs": 0}},
+        {"step": 6, "weights": {"code": 0, "docs": 1}},
+    ]
+    by_steps = {"weight_schedule": points, "weight_schedule_type": "linear", "unit": "tokens"}
+    rows = [{"text": text} for text in texts(30)] + [{"text": None}, {"text": ""}]
+    lossy = [
+        {"name": name, "data_files": str(jsonl(tmp_path / "bad.jsonl", rows)), "on_error": "skip"}
+        | more
+        for name, more in (("bad", {"length": {"policy": "drop"}}), ("cut", {}))
+    ]
+    tight = {"seq_length": 24, "strategy": "first_fit", "oversize": "truncate"}
+    talks = [{"messages": talk("one two " * (i % 9), "a b c " * (i % 7 + 1))} for i in range(40)]
+    pairs = [
+        {"prompt": "a b ", "good": "c d " * (i % 3 + 1), "bad": "e ", "label": i % 2 > 0}
+        for i in range(9)
+    ]
+    own = {"content_field": "messages", "chat_template": MARKED}
+    fields = {"prompt_field": "prompt", "completion_field": "good"}
+    grouped = {"batch_size": 64, "num_epochs": None, "group_by_length": 2}
+    dropping = {"pack": {"oversize": "drop"}, "batch_size": 2}
+    out = {"output_dir": str(tmp_path / "out")}
+    saved = {"datasets": [{"name": "out", "data_files": str(tmp_path / "out")}], "seed": 1}
+    mixed(tmp_path, mix=cut, save=out | {"num_shards": 2}).save().build()
+    cases: dict[str, tuple[Pipeline, tuple[Any, ...], dict[str, Any]]] = {
+        "two epochs, and an end": (
+            mixed(tmp_path, mix=cut, load={"batch_size": 4, "num_epochs": 2}, save=out),
+            (),
+            {},
+        ),
+        "more steps than there are": (
+            mixed(tmp_path, mix=whole, load={"batch_size": 5, "drop_last": False}),
+            (900,),
+            {},
+        ),
+        "goes on": (mixed(tmp_path, mix=whole, load={"batch_size": 4}), (9,), {"begin": (3, 10)}),
+        "no batch": (mixed(tmp_path, mix=whole, load={"batch_size": 1_000}), (), {}),
+        "again and again": (
+            mixed(tmp_path, mix=again, load=grouped, save=out),
+            (3,),
+            {},
+        ),
+        "until each has had its passes": (
+            mixed(
+                tmp_path,
+                mix=again | {"max_epochs": {"code": 2, "docs": 3}},
+                load={"batch_size": 7},
+            ),
+            (),
+            {},
+        ),
+        "weights and batches that change": (
+            mixed(
+                tmp_path,
+                mix=by_steps,
+                load={
+                    "batch_size": 2,
+                    "num_epochs": None,
+                    "batch_size_schedule": [[3, 4], [5, 8]],
+                    "shuffle_buffer_size": 7,
+                },
+            ),
+            (9,),
+            {"by_step": True},
+        ),
+        "losses": (
+            mixed(
+                tmp_path,
+                datasets=lossy,
+                mix={"weights": {"bad": 1, "cut": 2}, "stop_strategy": "all_exhausted"},
+                tokenize={"max_length": 40},
+                pack=tight,
+            ),
+            (),
+            {},
+        ),
+        "dropped": (mixed(tmp_path, pack=tight | {"oversize": "drop", "seq_length": 12}), (1,), {}),
+        "conversations": (of_chat(tmp_path, "talks", talks, **own), (), {}),
+        "conversations end to end": (
+            of_chat(tmp_path, "talks", talks, **own, pack={"strategy": "concat", "seq_length": 48}),
+            (),
+            {},
+        ),
+        "with the prompt of another row": (
+            of_chat(tmp_path, "talks", talks, **own, pack={"seq_length": 16}),
+            (),
+            {},
+        ),
+        "pairs": (
+            of_chat(tmp_path, "pairs", pairs, **fields, **dropping, rejected_field="bad"),
+            (),
+            {},
+        ),
+        "verdicts": (
+            of_chat(tmp_path, "verdicts", pairs, **fields, **dropping, desirable_field="label"),
+            (),
+            {},
+        ),
+        "saved": (Pipeline.from_config(saved | {"load": {"num_epochs": 3}}).source(), (7,), {}),
+    }
+    told = []
+    for name, (pipeline, steps, options) in cases.items():
+        report = pipeline.plan(*steps, **options)
+        told += [f"### {name}", str(report), f"{report.unit}, prepared {report.prepared}"]
+        told += [str(dataclasses.replace(one, cache_bytes=0)) for one in report.datasets]
+        told += [str(one) for one in report.by_step]
+        if name != "saved":
+            ledger = pipeline.ledger()
+            told += [
+                f"{one.stage} {one.dataset} {one.unit}: {one.into} -> {one.out}"
+                for one in ledger.entries
+            ]
+            kept = ("epochs", "rows", "fill")
+            told += [f"{key} {value}" for key, value in ledger.facts.items() if key.endswith(kept)]
+        told.append("")
+    digits = re.compile(r"\d+\.\d{7,}(e-\d+)?")
+    assert_told("plans", digits.sub(lambda found: f"{float(found[0]):.6g}", "\n".join(told)))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ read what was found.
 
 from __future__ import annotations
 
+import datetime
 import html
 import json
 import os
@@ -31,12 +32,13 @@ from easypipe import (
 )
 from easypipe.cli import main
 from easypipe.core.config import from_dict
-from easypipe.core.errors import ConfigError, MissingFileError, SourceError
+from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError, SourceError
 from easypipe.discovery import inspection
 from easypipe.discovery.page import page
 from hub_mirror import hub_mirror, publish  # noqa: F401  (a fixture)
 from page_cells import cells
 from pipelines import jsonl, tokenizer
+from told import assert_told
 from web import WebServer, web_server
 
 CHAT = Path(__file__).parents[3] / "shared" / "data" / "chat"
@@ -762,3 +764,185 @@ def test_prompts_alone_and_unpaired_preferences_say_what_is_left() -> None:
     assert "on_error" not in unpaired.fields
     assert not unpaired.trial.reasons
     assert any("train.preference: {loss: kto}" in reason for reason in unpaired.reasons)
+
+
+ASKED, ANSWERED = json.dumps(TALK[:1]), json.dumps(TALK[1:])
+PAIR = {"prompt": ASKED, "chosen": ANSWERED, "rejected": ANSWERED}
+SPOKEN = [{"from": "Human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+LOUD = [TALK[0] | {"role": "User"}, TALK[1]]
+# rows of every kind, and rows of which no kind can be read
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": "a"}, {"text": ""}, {"text": None}],
+    "messages": [{"messages": TALK, "functions": [{"name": "f"}]}],
+    "roles by other words": [{"messages": [{"role": "human", "content": "hi"}, TALK[1]]}],
+    "a tool speaks": [{"messages": [*TALK, {"role": "tool", "content": "3"}]}],
+    "a flag of its own": [{"messages": [TALK[0], TALK[1] | {"train": "yes"}]}],
+    "nobody answers": [{"messages": TALK[:1]}, {"messages": TALK}],
+    "other keys": [{"chat": [{"speaker": "user", "text": "hi"}, {"speaker": "bot", "text": "x"}]}],
+    "sharegpt": [{"conversations": SPOKEN, "tools": "[]"}],
+    "strangers": [{"conversations": [{"from": who, "value": "x"} for who in "abc"]}],
+    "alpaca": [{"instruction": "i", "input": "in", "output": "o"}],
+    "alpaca without input": [{"instruction": "i", "output": "o"}],
+    "completions": [
+        {"question": "q", "answer": ""},
+        {"question": "", "answer": "a"},
+        {"question": "", "answer": ""},
+        *({"question": None, "answer": "a"} for _ in range(2)),
+    ],
+    "completions as JSON": [{"prompt": ASKED, "completion": ANSWERED, "functions": "[]"}],
+    "pairs": [{"prompt": "p", "chosen": "c", "rejected": "r"}],
+    "pairs as JSON": [PAIR],
+    "whole pairs as JSON": [dict.fromkeys(("chosen", "rejected"), json.dumps(TALK))],
+    "whole pairs": [{"prompt": "hi", "chosen": LOUD, "rejected": LOUD}],
+    "unpaired": [{"prompt": "p", "completion": "c", "label": label} for label in (True, None)],
+    "unpaired as JSON": [{"prompt": ASKED, "completion": ANSWERED, "label": True}],
+    "prompts": [{"prompt": TALK[:1]}],
+    "tokens": [{"input_ids": [1, 2]}],
+    "tokens by another name": [{"tokens": [1, 2]}],
+    "no kind": [{"a": 1}],
+    "two that fit": [{"question": "q", "solution": "s", "answer": "a"}],
+    "values": [
+        {
+            "text": "y" * 160,
+            "long": "z" * 161,
+            "eight": list(range(8)),
+            "nine": list(range(9)),
+            "bytes": b"123",
+            "date": datetime.date(2026, 1, 31),
+            "true": True,
+            "float": 0.5,
+            "within": {"a": "b", "nothing": None, "wide" * 9: 1, "wider" * 9: 2},
+        }
+    ],
+}
+
+
+def test_every_kind_is_told_and_proposed_word_for_word() -> None:
+    told = []
+    for name, rows in ROWS.items():
+        found = discover(rows)
+        told += [f"### {name}", str(found), "---"]
+        try:
+            told.append(str(found.propose()))
+        except ConfigError as error:
+            told.append(f"{error}\n")
+    told.append(json.dumps(discover(ROWS["two that fit"]).to_json(), indent=1))
+    assert_told("discovered rows", "\n".join(told) + "\n")
+
+
+def test_every_way_that_files_are_looked_at_is_told_word_for_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With small limits, so that small files go over them."""
+    limits = {"HEAD_BYTES": 60, "HEADS": 2, "OTHER_HEAD_BYTES": 30, "LONG_HEAD_BYTES": 400}
+    for name, value in (limits | {"LOOKED_AT": 3, "LOOKED_AT_REMOTE": 2}).items():
+        monkeypatch.setattr(inspection, name, value)
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": f"row {i}"} for i in range(9)]
+    two = [{"messages": [{"role": "user", "content": "a" * 150}, TALK[1]]}] * 2
+    jsonl(Path("long rows/a.jsonl"), two)
+    jsonl(Path("a row that is too long/a.jsonl"), [{"text": "a" * 500}])
+    jsonl(Path("types that differ/a.jsonl"), [{"text": "a", "n": 1}])
+    jsonl(Path("types that differ/b.jsonl"), [{"text": "a", "n": "x"}])
+    for name, spoken in zip("abc", ("user", "system", "tool"), strict=True):
+        jsonl(Path(f"speakers/{name}.jsonl"), [{"messages": [TALK[0] | {"role": spoken}, TALK[1]]}])
+    for i in range(5):
+        jsonl(Path(f"many/{i}.jsonl"), rows)
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{i}.parquet")
+    jsonl(Path("kinds/chat_valid.jsonl"), [{"messages": TALK}])
+    jsonl(Path("kinds/test/chat.jsonl"), [{"messages": TALK}])
+    jsonl(Path("kinds/c.jsonl"), [{"text": "a"}])
+    Path("kinds/d.csv").write_text("text,n\na,1\n")
+    Path("kinds/e.xyz").write_text("?")
+    Path("kinds/f.json").write_text('[{"text": "a"}, 3, {"text": 4}, {"text": "b"}]')
+    Path("kinds/broken.parquet").write_bytes(b"PAR1 and no footer")
+    Path("books").mkdir()
+    for i in range(6):
+        Path(f"books/{i}.txt").write_text("A text\nof lines.\n\nAnother\nof them.\n" * 9)
+    sources: dict[str, tuple[Any, dict[str, Any]]] = {
+        **{
+            name: (f"{name}/*.jsonl", {})
+            for name in ("long rows", "types that differ", "speakers", "many")
+        },
+        "counted": ("many", {"count": True, "split": "train"}),
+        "columns": ("*.parquet", {"sample_rows": 2}),
+        "kinds": ("kinds", {}),
+        "test": ("kinds", {"split": "test"}),
+        "books": ("books", {}),
+        "one book": ("books/0.txt", {}),
+        "several": (["kinds/c.jsonl", Path("kinds/test/chat.jsonl")], {}),
+        "type": ("kinds/e.xyz", {"type": "jsonl"}),
+        "no row": ("a row that is too long", {}),
+        "no split": ("kinds", {"split": "dev"}),
+        "table": (pa.table({"text": ["a", None]}), {"split": "train"}),
+    }
+    told = []
+    for name, (data, options) in sources.items():
+        told.append(f"### {name}")
+        try:
+            found = discover(data, **options)
+        except EasypipeError as error:
+            told.append(f"{error}\n")
+            continue
+        told.append(str(found))
+        for part in found.parts:
+            fields = {**part.reads, "data_files": str(part.reads["data_files"])}
+            told.append(f"reads {part.name}: {fields}" if part.files else f"{part.name}")
+        told.append("")
+    assert_told("discovered files", "\n".join(told), DATA=tmp_path)
+
+
+def test_what_a_hub_dataset_holds_is_told_word_for_word(
+    hub_mirror: WebServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each file of three has two rows; two files are looked at, and four parts."""
+    monkeypatch.setattr(inspection, "LOOKED_AT_REMOTE", 2)
+    monkeypatch.setattr(sys.modules["easypipe.discovery.discover"], "PARTS", 4)
+    rows = b'{"question": "q", "answer": "a"}\n' * 2
+    parts = {"main": ("train", "test"), "more": ("train", "test", "dev")}
+    files = {f"{c}/{s}{i}.jsonl": rows for c, all in parts.items() for s in all for i in range(3)}
+    card = {
+        "configs": [
+            {
+                "config_name": name,
+                "data_files": [{"split": part, "path": f"{name}/{part}*"} for part in all],
+            }
+            for name, all in parts.items()
+        ],
+        "dataset_info": [
+            {
+                "config_name": name,
+                "splits": [
+                    {"name": "train", "num_examples": number},
+                    {"name": "dev", "num_examples": 7},
+                    {"name": "test", "num_examples": "many"},
+                ],
+            }
+            for name, number in (("more", 1_234), ("main", 6))
+        ],
+    }
+    publish(hub_mirror, "org/two", files, cardData=card)
+    old = {"a.jsonl": rows, "older.jsonl": rows}
+    old_card = {"dataset_info": {"splits": [{"name": "train", "num_examples": 2}]}}
+    publish(hub_mirror, "org/one", {"a.jsonl": rows})
+    publish(hub_mirror, "org/one", old, commit="b" * 40, revisions=("old",), cardData=old_card)
+    told = []
+    for data, options in (
+        ("hf://datasets/org/two", {}),
+        ("hf://datasets/org/two", {"subset": "more", "split": "dev"}),
+        ("hf://datasets/org/two", {"subset": "more", "split": "validation"}),
+        ("hf://datasets/org/one", {}),
+        ("hf://datasets/org/one@old/o*", {}),
+        ("hf://datasets/org/one@old/a*", {"revision": "old"}),
+        ("hf://datasets/org/one@old/a*", {"revision": "main"}),
+        ("hf://datasets/org/one", {"revision": "old", "storage_options": {"token": "hush"}}),
+    ):
+        told.append(f"### {data} {options}")
+        try:
+            found = discover(data, **options)
+        except EasypipeError as error:
+            told.append(f"{error}\n")
+            continue
+        told += [str(found), *(f"reads {part.name}: {part.reads}" for part in found.parts), ""]
+    assert_told("discovered on the Hub", "\n".join(told))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,12 +84,17 @@ class Schedule:
     def mean_shares(self, rows: int) -> tuple[Fraction, ...]:
         """Returns the shares that the first `rows` rows should have.
 
-        They are the mean over at most 1,024 of the steps of these rows.
+        They are the mean over these rows, taken at no more than 1,024 of their steps.
         """
-        steps = max(1, self.step_of(max(0, rows - 1)) + 1)
+        rows = max(1, rows)
+        steps = self.step_of(rows - 1) + 1
         looks = min(steps, 1024)
-        shares = [self.shares((2 * i + 1) * steps // (2 * looks)) for i in range(looks)]
-        return tuple(sum(column, Fraction(0)) / looks for column in zip(*shares, strict=True))
+        places = [(2 * i + 1) * steps // (2 * looks) for i in range(looks)]
+        sizes = [min(rows, self.first_row(step + 1)) - self.first_row(step) for step in places]
+        return tuple(
+            sum(map(operator.mul, column, sizes), Fraction(0)) / sum(sizes)
+            for column in zip(*map(self.shares, places), strict=True)
+        )
 
     def rows_left(self, row: int) -> int | None:
         """Returns the rows from `row` to the end of its stage; None where there is no end."""

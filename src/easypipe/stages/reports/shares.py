@@ -142,7 +142,7 @@ def asked_between(mixture: Mixture, start: int, stop: int) -> dict[str, float]:
         return mixture.requested(stop)
     before, after = mixture.requested(start) if start else {}, mixture.requested(stop)
     return {
-        name: (share * stop - before.get(name, 0.0) * start) / (stop - start)
+        name: max(0.0, share * stop - before.get(name, 0.0) * start) / (stop - start)
         for name, share in after.items()
     }
 
