@@ -633,6 +633,26 @@ def test_an_error_on_a_worker_keeps_its_place_and_leaves_no_thread(tmp_path: Pat
     assert_no_new_threads(before)
 
 
+def test_a_range_that_keeps_waiting_holds_no_other_up(tmp_path: Path) -> None:
+    """As one does whose request is never answered: the others go on beside it."""
+    others = threading.Event()
+
+    class Waiting(ShardedTexts):
+        def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+            if start == 0:
+                assert others.wait(30), f"only {len(self.reads)} ranges were read beside it"
+            batch = super().read(shard, start, stop)
+            if len(self.reads) == 20:
+                others.set()
+            return batch
+
+    source = Waiting(texts(610))
+    assert (
+        prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, num_workers=2).num_docs
+        == 610
+    )
+
+
 # The audit
 
 

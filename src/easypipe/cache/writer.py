@@ -63,6 +63,8 @@ R = TypeVar("R", bound=RowsRead)
 # how many ranges may wait for the disk, or for a bucket, while others are tokenized
 SYNCS = 3
 UPLOADS = 8
+# how many ranges may be done behind one whose server keeps it waiting; their records are held
+AHEAD = 256
 _telling = threading.RLock()  # several datasets may be prepared at once, and tell one listener
 
 
@@ -331,8 +333,8 @@ class _Work(Generic[R]):
         under_way: deque[Future[Record]] = deque()
         waiting = iter(self._ranges)
         threads = self._workers + (UPLOADS if self._folder.remote else SYNCS)
+        most = threads + AHEAD
         pool = Threads(min(threads, len(self._ranges)), thread_name_prefix="easypipe-tokenize")
-        most = max(2 * self._workers, threads)
         try:
             for _ in self._ranges:
                 while len(under_way) < most and (piece := next(waiting, None)) is not None:
