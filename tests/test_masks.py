@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chat_support import talk
+from chat_support import REASONING, chat_tokenizer, talk
 from easypipe import (
     ConfigError,
     ConversationMask,
@@ -20,6 +20,7 @@ from easypipe import (
 )
 from easypipe.cli import main
 from easypipe.previews.masks import SAMPLES, TOKEN, spellings
+from told import assert_told
 
 PARTS = (
     "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}{% endfor %}"
@@ -237,3 +238,51 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     page = tmp_path / "page.html"
     assert shown(capsys, "chatml", "--html", str(page))[0] == 0
     assert '<span class="trained">It is four.&lt;|im_end|&gt;</span>' in page.read_text()
+
+
+def test_masks_of_many_templates_word_for_word() -> None:
+    """Of a template alone, and with the tokens of a tokenizer."""
+    dated = "{{ strftime_now('%d %b') }}" + DROPS
+    only_text = "{{ raise_exception('no parts') if messages[0].content is not string }}"
+    named = (
+        "{% for m in messages %}{{ m.content or m.tool_calls[0].function.name }}</s>{% endfor %}"
+    )
+    silent = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    thinks = [THOUGHTS[0], {"role": "assistant", "content": "<think>\n\n</think>\n\nNo."}]
+    keys = "{% for m in messages %}{{ m.role }} {{ m | length }} {{ m.content }}</s>{% endfor %}"
+    own = chat_tokenizer()
+    cases: dict[str, tuple[str, Any, dict[str, Any]]] = {
+        "samples": ("chatml", None, {}),
+        "of typed parts": (PARTS, None, {"special_tokens": ["<|end|>"]}),
+        "of text": (only_text + silent, None, {}),
+        "of a call": (named, None, {"train_on": "all"}),
+        "of no call": (silent, [SAMPLES["a tool call"]], {}),
+        "of no end": ("{% for m in messages %}{{ m.content }} {% endfor %}", None, {}),
+        "of keys": (keys, None, {"train_on": "all"}),
+        "on a day": (dated, [THOUGHTS], {"template_date": "2027-02-03"}),
+        "on the usual day": (dated, [THOUGHTS], {}),
+        "an empty thought": (REASONING, [thinks], {"train_empty_thinking": False}),
+        "the end of the last": ("chatml", [THOUGHTS], {"train_on_eos": "last"}),
+        "tokens": (own, [talk("Hi", "Four."), THOUGHTS, talk("Hi"), [{"role": "x"}]], {}),
+        "tokens of another template": (own, [THOUGHTS], {"chat_template": dated}),
+        "tokens of a day": (
+            own,
+            [THOUGHTS],
+            {"chat_template": dated, "template_date": "2027-02-03", "reasoning": "per_turn"},
+        ),
+        "tokens with ends of one's own": (
+            own,
+            [THOUGHTS],
+            {"chat_template": DROPS, "special_tokens": ["<|end|>"]},
+        ),
+    }
+    told = []
+    for name, (source, conversations, options) in cases.items():
+        told.append(f"### {name}")
+        for one in masks(source, conversations, **options):
+            told += [one.title + f" ({one.form})" * bool(one.form)]
+            told += ["      " + "".join(map(str, one.pieces))] * bool(one.pieces)
+            if one.input_ids is not None:
+                told += [f"      {list(one.input_ids)}", f"      {list(one.loss_mask or ())}"]
+        told.append("")
+    assert_told("masks", "\n".join(told))

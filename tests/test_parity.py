@@ -18,6 +18,7 @@ from easypipe.previews.parity import _differing, _Pair
 from easypipe.transforms.chat.spans import OPEN, Rendered
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from pipelines import jsonl
+from told import assert_told
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -213,3 +214,55 @@ def test_rows_of_tokens_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFi
     config = written(tmp_path, [{"text": "x"}], data_files=str(path))
     assert main(["parity", config]) == 0
     assert "note: its rows are tokens already" in capsys.readouterr().out
+
+
+def test_what_is_compared_is_told_word_for_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tokenizer of transformers that sees some of it otherwise."""
+    usual = parity._named
+
+    class Other:
+        """Leaves out a token of "Four.", refuses "No.", and marks the first token alone."""
+
+        def __init__(self, named: Any) -> None:
+            self._named = named
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            ids = self._named(text, **options)["input_ids"]
+            return {"input_ids": ids[:-1] if text == "Four." else ids}
+
+        def apply_chat_template(self, talk: list[Any], **options: Any) -> Any:
+            if talk[-1]["content"] == "No.":
+                raise ValueError("no")
+            found = dict(self._named.apply_chat_template(talk, **options))
+            if "assistant_masks" in found:
+                found["assistant_masks"] = [1, *[0] * (len(found["input_ids"]) - 1)]
+            return found
+
+    monkeypatch.setattr(parity, "_named", lambda tokenizer: Other(usual(tokenizer)))
+    keys = CHATML + "{{ messages[-1] | length }}"
+    weighed = [*TALK[:2], TALK[2] | {"weight": 1}, TALK[3], TALK[2] | {"weight": 0}]
+    open_end = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    both = {"prompt_field": "prompt", "completion_field": "good", "rejected_field": "bad"}
+    asked = {"prompt_field": "prompt", "completion_field": "completion"}
+    answers = [{"prompt": "Sure? ", "completion": said} for said in ("Four.", "No.", None, "")]
+    talks = [{"messages": TALK}, {"messages": talk("Why?", "So.")}, {"messages": talk("Why?")}]
+    chat = {"content_field": "messages", "on_error": "skip"}
+    cases: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+        "text": ([{"text": text} for text in ("Four.", "a" * 40, None)], {"on_error": "skip"}),
+        "completions": (answers, asked | {"on_error": "skip"}),
+        "marked": (talks, chat | {"chat_template": MARKED}),
+        "open": (talks[1:2], chat | {"chat_template": open_end}),
+        "keys": ([{"messages": weighed}], chat | {"chat_template": keys}),
+        "pairs": ([PAIR, PAIR], both | {"chat_template": CHATML}),
+        "held out": (
+            talks[1:2] * 6,
+            chat | {"hold_out": {"fraction": 0.5}, "chat_template": CHATML},
+        ),
+    }
+    told = []
+    for name, (rows, options) in cases.items():
+        code = main(["parity", written(tmp_path, rows, **options)])
+        told += [f"### {name}: {code}", capsys.readouterr().out]
+    assert_told("compared", "\n".join(told), DATA=tmp_path)

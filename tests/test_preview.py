@@ -31,11 +31,13 @@ from easypipe import (
     preview,
 )
 from easypipe.cli import main
+from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.loader.explain import ExplainedRow, Segment
 from easypipe.previews.preview import Piece, Sample, SampleSegment
 from easypipe.transforms.columns.columns import Rename
 from pipelines import config, jsonl, texts, tokenizer
+from told import assert_told
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}<|endoftext|>{% "
@@ -76,64 +78,6 @@ def made(
         "pack": pack,
     }
     return preview(values, n)
-
-
-def test_plain_text(tmp_path: Path) -> None:
-    rows = [{"text": text} for text in texts(20)]
-    shown = made(tmp_path, rows)
-    assert len(shown.samples) == 3
-    for sample in shown.samples:
-        [segment] = sample.segments
-        assert [(p.text, p.masked, p.role) for p in segment.pieces or ()] == [
-            (rows[segment.segment.row]["text"], False, None)
-        ]
-        assert segment.cuts == ()
-    assert "made of the first 200 rows of each dataset, at most" in shown.notes
-
-
-def test_prompts_and_conversations(tmp_path: Path) -> None:
-    pairs = made(
-        tmp_path,
-        [{"q": f"what is {i}? ", "a": f"{i}"} for i in range(9)],
-        prompt_field="q",
-        completion_field="a",
-    )
-    for sample in pairs.samples:
-        [segment] = sample.segments
-        i = segment.segment.row
-        assert [(p.text, p.masked, p.role) for p in segment.pieces or ()] == [
-            (f"what is {i}? ", True, "q"),
-            (f"{i}<|endoftext|>", False, "a"),
-        ]
-        assert segment.title.endswith("; q, a")
-    talks = made(
-        tmp_path,
-        [{"messages": chat("same words", "same words", "bye", f"good bye {i}")} for i in range(4)],
-        1,
-        content_field="messages",
-        chat_template=TEMPLATE,
-    )
-    [segment] = talks.samples[0].segments
-    assert segment.roles == ("user", "assistant", "user", "assistant")
-    spoken = [(p.role, p.masked) for p in segment.pieces or () if p.role is not None]
-    assert spoken == [("user", True), ("assistant", False), ("user", True), ("assistant", False)]
-    turns = [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "that"}]
-    shared = made(
-        tmp_path,
-        [{"conversations": turns}] * 4,
-        1,
-        prompt={"format_type": "sharegpt", "template": "chatml"},
-    )
-    [segment] = shared.samples[0].segments
-    spoken = [(p.role, p.masked) for p in segment.pieces or () if p.role is not None]
-    assert spoken == [("human", True), ("gpt", False)]
-    alpaca = made(
-        tmp_path,
-        [{"instruction": "add", "input": f"1 and {i}", "output": "7"} for i in range(4)],
-        1,
-        prompt={"format_type": "alpaca"},
-    )
-    assert alpaca.samples[0].segments[0].roles == ("instruction", "input", "output")
 
 
 def test_every_answer_says_whether_it_is_desirable(tmp_path: Path) -> None:
@@ -301,6 +245,61 @@ def test_every_number_of_a_preview_stands_on_its_page() -> None:
         ("note", "one"),
         ("note", "two"),
     ]
+
+
+def test_samples_of_many_configs_word_for_word(tmp_path: Path) -> None:
+    words = [{"text": text} for text in texts(12)]
+    parts = [{"type": "text", "text": "four"}, {"type": "text", "text": " of course"}]
+    talks = [
+        {"messages": chat("same words", "same words", "bye", f"good bye {i}")} for i in range(3)
+    ]
+    calls = [*chat("How warm?", ""), {"role": "tool", "content": "19"}, chat("", "Mild.")[1]]
+    calls[1] |= {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    spoken = [{"from": "human", "value": "what? "}, {"from": "gpt", "value": "that"}]
+    answers = [{"q": f"{i}? ", "a": f"{i} is so", "b": "no", "good": i % 2 > 0} for i in range(4)]
+    asked = {"prompt_field": "q", "completion_field": "a"}
+    own = {"content_field": "messages", "chat_template": TEMPLATE}
+    share = {"prompt": {"format_type": "sharegpt", "template": "chatml"}}
+    tools = {"content_field": "messages", "chat_template": "chatml"}
+    wide = {"seq_length": 64, "oversize": "drop"}
+    cases: dict[str, tuple[list[dict[str, Any]], int, dict[str, Any]]] = {
+        "text": ([*words[:3], {"text": None}, {"text": ""}], 2, {"on_error": "skip"}),
+        "end to end": (words, 4, {"pack": {"seq_length": 24, "strategy": "concat"}}),
+        "cut": (words, 3, {"tokenizer_kwargs": {"max_length": 20}, "pack": {"seq_length": 16}}),
+        "turns": (talks, 1, own),
+        "turns as JSON": ([{"messages": json.dumps(talks[1]["messages"])}], 1, own),
+        "parts": (
+            [{"messages": [chat("two")[0], {"role": "assistant", "content": parts}]}],
+            1,
+            tools,
+        ),
+        "a call": ([{"messages": calls}], 1, tools),
+        "nobody answers": ([{"messages": chat("two")}, talks[0]], 3, own | {"on_error": "skip"}),
+        "ShareGPT": ([{"conversations": spoken}], 1, share),
+        "Alpaca": (
+            [{"instruction": "add", "input": "1 and 2", "output": "3"}],
+            1,
+            {"prompt": {"format_type": "alpaca"}},
+        ),
+        "answers": (answers, 2, asked),
+        "pairs": (answers, 1, {**asked, "rejected_field": "b", "pack": wide}),
+        "verdicts": (answers, 1, {**asked, "desirable_field": "good", "pack": wide}),
+        "tokens": ([{"input_ids": [5, 6, 7]}], 1, {}),
+        "held out": (words, 1, {"hold_out": {"fraction": 0.4}}),
+    }
+    told = []
+    for name, (rows, n, options) in cases.items():
+        told += [f"### {name}", str(made(tmp_path / name, rows, n, **options)), ""]
+    two = config(tmp_path, seed=None, pack={"seq_length": 32})
+    mix = {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"}
+    file = tmp_path / "run.yaml"
+    values = to_dict(two) | {"mix": mix, "num_streams": 2, "streaming": True}
+    file.write_text(yaml.safe_dump({"data": values, "train": {"steps": 3}}))
+    told += ["### a run", str(preview(file, 2, first_rows=3)), ""]
+    pipeline = Pipeline(dataclasses.replace(two, datasets=two.datasets[:1], seed=9))
+    pipeline.source().tokenize().load({"batch_size": 7})
+    told += ["### a chain", str(preview(pipeline, 2, first_rows=4)), ""]
+    assert_told("previews", "\n".join(told), DATA=tmp_path)
 
 
 def test_what_max_length_cut_is_said(tmp_path: Path) -> None:

@@ -846,6 +846,8 @@ def test_every_way_that_files_are_looked_at_is_told_word_for_word(
     jsonl(Path("types that differ/b.jsonl"), [{"text": "a", "n": "x"}])
     for name, spoken in zip("abc", ("user", "system", "tool"), strict=True):
         jsonl(Path(f"speakers/{name}.jsonl"), [{"messages": [TALK[0] | {"role": spoken}, TALK[1]]}])
+    jsonl(Path("uneven/a.jsonl"), rows[:1])
+    jsonl(Path("uneven/b.jsonl"), rows)
     for i in range(5):
         jsonl(Path(f"many/{i}.jsonl"), rows)
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{i}.parquet")
@@ -862,7 +864,7 @@ def test_every_way_that_files_are_looked_at_is_told_word_for_word(
     sources: dict[str, tuple[Any, dict[str, Any]]] = {
         **{
             name: (f"{name}/*.jsonl", {})
-            for name in ("long rows", "types that differ", "speakers", "many")
+            for name in ("long rows", "types that differ", "speakers", "uneven", "many")
         },
         "counted": ("many", {"count": True, "split": "train"}),
         "columns": ("*.parquet", {"sample_rows": 2}),
