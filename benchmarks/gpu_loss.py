@@ -1,5 +1,5 @@
-"""The loss of a language model on a GPU, bf16: parity, time of forward and of forward + backward,
-and memory, beside the peers' kernels.
+"""Compares the loss of a language model on a GPU, in bf16, with the peers' kernels: values, memory,
+time of the forward pass, and time of forward and backward.
 
     python benchmarks/gpu_loss.py            # four shapes on a GPU, small ones where there is none
     python benchmarks/gpu_loss.py --only easypipe,naive --shape 4096 4096 128256

@@ -1,6 +1,6 @@
-"""Training a Llama-style decoder of 1.2 billion parameters, bf16 over float32 masters, rows of
-4,096 tokens: tokens a second, MFU, beside Hugging Face Trainer with Liger's kernels, and a compiled
-torch loop with SDPA. Same shape, same rows, same AdamW and clipping.
+"""Measures tokens a second and MFU of training a Llama-style decoder of 1.2 billion parameters, in
+bf16 over float32 masters, on rows of 4,096 tokens. The peers are Hugging Face Trainer with Liger's
+kernels and a compiled torch loop with SDPA, with the same shape, rows, AdamW and clipping.
 
     python benchmarks/gpu_train.py           # on one GPU
     python benchmarks/gpu_train.py --tiny    # small shapes, any machine: its figures mean nothing

@@ -1,5 +1,5 @@
-"""Anonymous memory of every stage on 100 MB and on 2 GB of text: peaks of RssAnon, which must not
-follow the data.
+"""Measures the peak anonymous memory (RssAnon) of every stage on 100 MB and on 2 GB of text. It
+must not grow with the data.
 
 Each stage runs in a process of its own, on real text and on text without repetitions (high
 entropy): prepare (text to the token cache), save (the cache to packed parquet), load (a pass over

@@ -1,5 +1,5 @@
-"""Packing documents into rows: what each strategy fills and how fast, and all against Grain's
-FirstFitPackIterDataset.
+"""Measures how full the rows of each packing strategy are and how fast it is, compared with
+Grain's FirstFitPackIterDataset.
 
 easypipe's time holds everything after the token cache: the plan over lengths, the gather of the
 tokens from the mapped cache, and the four columns input_ids, labels, segment_ids, position_ids as

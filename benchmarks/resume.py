@@ -1,5 +1,5 @@
-"""How soon the first batch comes, and how soon a restored loader goes on: at batch 100,000 of a
-run, from 4 KiB of JSON.
+"""Measures the time to the first batch, and the time in which a loader that is restored at batch
+100,000, from at most 4 KiB of JSON, yields its next batch.
 
 The state is taken by a loader that really got there. Each timed restore has a new loader, and ends
 with the next batch, which is compared with the batch that the uninterrupted run gave. Grain's

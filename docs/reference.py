@@ -126,7 +126,7 @@ def results() -> str:
             rounds = len(one["seconds"])
             rows.append(f"| {name} | {one['median']:,.4g} | ±{one['spread']:.0%} | {rounds} |")
         parts.append("\n".join(rows) + "\n")
-        rows = ["| | measured | wanted |", "| --- | ---: | ---: |"]
+        rows = ["| | measured | target |", "| --- | ---: | ---: |"]
         for one in found["targets"]:
             missed = "" if one["met"] else ", missed"
             rows.append(f"| {one['what']} | {one['value']:,.4g} | {one['wanted']}{missed} |")
