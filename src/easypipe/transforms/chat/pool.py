@@ -19,6 +19,7 @@ from typing import NamedTuple
 from easypipe.core.errors import StallError
 from easypipe.transforms.chat.sandbox import Json, Row
 from easypipe.transforms.chat.spans import Rendered
+from easypipe.transforms.chat.worker import LAST
 from easypipe.transforms.refused import Refused
 
 BATCH_ROWS = 64  # the most conversations of one request
@@ -47,6 +48,7 @@ class Ended(NamedTuple):
 
 
 Answer = Rendered | Refused | Hostile | Ended
+_Came = list[bytes] | Ended  # the JSON that answers a request, not parsed yet
 
 
 class WrittenTalk(NamedTuple):
@@ -96,31 +98,40 @@ def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Ans
     Args:
         spec: What the rows are written with, see worker.py.
     """
-    under_way: deque[tuple[_Worker, int]] = deque()
+    under_way: deque[_Worker] = deque()
     try:
         head = json.dumps(spec).encode()
         for request in _requests(rows):
+            frame, came = json.dumps(request).encode(), list[_Came]()
             while (worker := _take(must=not under_way, start=len(rows) >= LARGE_CALL)) is None:
-                yield _received(under_way)
-            under_way.append((worker, len(request)))
-            worker.send(head, json.dumps(request).encode())
+                came.append(_received(under_way))
+            under_way.append(worker)
+            worker.send(head, frame)
+            yield from map(_answers, came)  # behind the next request: no worker waits for it
         while under_way:
-            yield _received(under_way)
+            yield _answers(_received(under_way))
     finally:  # after an error or Ctrl-C, workers still have answers that no one will read
-        for worker, _ in under_way:
+        for worker in under_way:
             worker.close()
 
 
-def _received(under_way: deque[tuple[_Worker, int]]) -> list[Answer]:
-    """Returns the answers of the worker that was asked first, and makes it idle."""
-    worker, count = under_way[0]
-    answers = worker.receive(count)
+def _received(under_way: deque[_Worker]) -> _Came:
+    """Returns what the worker that was asked first answers, and makes it idle."""
+    worker = under_way[0]
+    came = worker.receive()
     under_way.popleft()
-    if worker.gone:
+    if isinstance(came, Ended):
         worker.close()
     else:
         _give(worker)
-    return answers
+    return came
+
+
+def _answers(came: _Came) -> list[Answer]:
+    """Parses what `_received` returns."""
+    if isinstance(came, Ended):
+        return [came]
+    return [_answer(said) for frame in came for said in json.loads(frame)]
 
 
 class _Worker:
@@ -149,7 +160,6 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 env={**known, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )
-        self.gone = False
 
     def send(self, *frames: bytes) -> None:
         """Sends frames to a worker that has answered all before, and so reads."""
@@ -158,14 +168,14 @@ class _Worker:
             for frame in frames:
                 self._connection.send_bytes(frame)
 
-    def receive(self, count: int) -> list[Answer]:
-        """Returns the answers to `count` rows, or only the Ended of the row that ended the worker.
+    def receive(self) -> _Came:
+        """Returns the answers to a request, or only the Ended of the row that ended the worker.
 
         Raises:
             StallError: The worker gives no answer.
         """
-        answers: list[Answer] = []
-        while len(answers) < count:
+        frames: list[bytes] = []
+        while True:
             try:
                 if not self._connection.poll(STALL_SECONDS):
                     raise StallError(
@@ -173,14 +183,15 @@ class _Worker:
                         problem=f"a worker process gave no answer for {STALL_SECONDS:.0f} s",
                         fix="Run again.",
                     )
-                answers += map(_answer, json.loads(self._connection.recv_bytes()))
+                frame = self._connection.recv_bytes()
             except (EOFError, ConnectionError):
-                return [self._end()]
-        return answers
+                return self._end()
+            frames.append(frame[1:])
+            if frame[:1] == LAST:
+                return frames
 
     def _end(self) -> Ended:
         """Returns why the worker is gone."""
-        self.gone = True
         code = self._process.wait()
         why = {
             -signal.SIGPROF: "it takes more than 0.75 s of processor time for one conversation",

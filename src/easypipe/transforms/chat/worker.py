@@ -4,10 +4,10 @@ A request has two frames. The first is the JSON of what the rows are written wit
 JSON of the rows, each a list of JSON texts: one object, {"messages": …, "tools": …} or {"fields":
 …}, or messages and tools as a file had them, which are checked here.
 
-Answers to some rows are a frame of JSON, with one list for each row: [text, spans, end], or
-[reason, detail] where it is refused, or [detail] for a hostile template. The number of the row in
-progress is written to a file that the reader shares, for when this process is ended. The process
-reads until its input ends.
+Answers to some rows are a frame: MORE, or LAST of a request, and JSON with one list for each row:
+[text, spans, end], or [reason, detail] where it is refused, or [detail] for a hostile template.
+The number of the row in progress is written to a file that the reader shares, for when this
+process is ended. The process reads until its input ends.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ MEMORY_BYTES = 1 << 30
 MOST_KINDS = 256  # so many different chat_template_kwargs have their ends of turns remembered
 # after so many characters of texts, answers are sent although there are more rows
 ANSWER_CHARACTERS = 1 << 20
+LAST, MORE = b".", b"+"
 
 
 def main() -> None:
@@ -75,8 +76,10 @@ def main() -> None:
                 answers.append(write.answer(row))
                 signal.setitimer(signal.ITIMER_PROF, 0.0)
                 held += len(answers[-1][0])
-                if held > ANSWER_CHARACTERS or number == len(rows) - 1:
-                    connection.send_bytes(json.dumps(answers).encode())
+                last = number == len(rows) - 1
+                if held > ANSWER_CHARACTERS or last:
+                    kind = LAST if last else MORE
+                    connection.send_bytes(kind + json.dumps(answers).encode())
                     answers, held = [], 0
 
 
