@@ -1,4 +1,4 @@
-"""Whole jobs: tokenize_and_save(), preparing a config's data, and the rows held out of it."""
+"""Whole jobs: tokenize_and_save(), preparing a config (its file with `--set`), rows held out."""
 
 from __future__ import annotations
 

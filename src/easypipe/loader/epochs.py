@@ -1,4 +1,4 @@
-"""EpochLoader, a loop over epochs: each iteration after a finished one is the next pass.
+"""EpochLoader, a loop over epochs: each iteration is the next pass; where a stream's pass ends.
 
 pass   from 0, each in its own order; with `num_epochs` N an iteration is N of them, p to p + N - 1
 """

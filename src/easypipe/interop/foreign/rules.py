@@ -1,4 +1,4 @@
-"""The rules for single keys of another tool's config: optimizer, preference loss, adapters ..."""
+"""The rules for single keys of another tool's config: optimizer, preferences (`rl`), adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StreamRows: uncounted, uncached data in an order that no number of hosts changes; its bad rows.
+"""StreamRows: uncounted data in an order that no number of hosts changes; hosts swap positions.
 
 stream   one of S canonical streams; while none has ended, each gives as many rows of every batch
 share    the ranges of every dataset that a stream reads (feed.py); they follow from the files, S

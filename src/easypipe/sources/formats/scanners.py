@@ -1,5 +1,5 @@
 # ruff: noqa: SIM109 - kernels spell out what numba compiles best
-"""Numba byte scanners: where lines, strings, JSON objects, CSV records and token documents end.
+"""Numba byte scanners: where lines, JSON objects (how deep), CSV records and documents end.
 
 `data` is always a read-only UInt8 array (records.frozen), so that every kernel is compiled once. A
 splitter fills `starts` and `ends` (Int64, as many as they hold), and returns (records, bytes

@@ -1,4 +1,4 @@
-"""Callbacks by name (early stopping, best checkpoints, profiler ...), and the metrics there are."""
+"""Callbacks by name (heartbeat file, early stopping, profiler ...), and the metrics there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aligned: a conversation beside one with other words; where texts, turns and ends are, or why not.
+"""Aligned: a conversation beside one with other words, or with a next message added; its borders.
 
 In this file:
     gap: What the template writes between two texts.

@@ -1,4 +1,4 @@
-"""Proves where a template prints the texts of a conversation, by printing other words instead.
+"""Proves where a template prints a conversation's texts, by other words; tells if it has thoughts.
 
 A sentinel is a word that is nowhere in the conversation, put in place of a message's text. Two
 renderings are read side by side, one as it is and one with sentinels: what is between the sentinels

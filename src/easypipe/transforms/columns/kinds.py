@@ -1,4 +1,4 @@
-"""Guesses what kind of rows a dataset holds, by known names of columns, types and first rows.
+"""Guesses what kind of rows a dataset holds, by columns and first rows; what a kind is called.
 
 Names of columns are matched with what rows of a kind need. A match is a proposal with its reason;
 where two columns fit equally well there is none: only the user knows which one is meant.

@@ -1,4 +1,4 @@
-"""Where a run's model comes from: a seed, a module, or published weights put on the mesh.
+"""Where a model comes from: a seed, a module, or published weights, each tensor with its place.
 
 Of published weights every device reads only its part of every array from the files.
 """
