@@ -967,7 +967,7 @@ FAULTS = [
     fault("a folder with files that were left out is read whole", "discovery/discover.py", "tests/stages/test_discover.py -k cannot_be_read",
           "alone = len(groups) == 1 and not notes", "alone = len(groups) == 1"),
     fault("of several splits none is proposed by default", "discovery/findings.py", "tests/stages/test_discover.py -k tells_the_same",
-          'if split is None and len(self.parts) > 1 and "train" in self.splits:', 'if split is None and len(self.parts) > 1 and "training" in self.splits:'),
+          'if split is None and "train" in self.splits:', 'if split is None and "training" in self.splits:'),
     fault("messages that have a value say nothing", "previews/samples.py", "tests/test_preview.py -k word_for_word",
           'content = message.get("content", message.get("value"))', 'content = message.get("content")'),
     fault("content beside a call is empty where it should be left out", "previews/masks.py", "tests/test_masks.py -k every_form",

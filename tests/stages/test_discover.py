@@ -310,7 +310,8 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
         ("test", 3, "footer", "alpaca"),
     ]
     assert_reads(found)
-    assert [part.num_rows for part in discover(tmp_path / "one").parts] == [20]
+    [one] = discover(str(tmp_path / "one")).parts
+    assert (one.num_rows, set(one.reads)) == (20, {"data_files"}), "it has no splits"
     in_memory = discover(datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}))
     assert [(part.split, part.num_rows, part.rows_from) for part in in_memory.parts] == [
         ("train", 20, "memory"),
@@ -846,6 +847,8 @@ def test_every_way_that_files_are_looked_at_is_told_word_for_word(
     jsonl(Path("types that differ/b.jsonl"), [{"text": "a", "n": "x"}])
     for name, spoken in zip("abc", ("user", "system", "tool"), strict=True):
         jsonl(Path(f"speakers/{name}.jsonl"), [{"messages": [TALK[0] | {"role": spoken}, TALK[1]]}])
+    jsonl(Path("columns that lack/a.jsonl"), [{"text": "a"}])
+    jsonl(Path("columns that lack/b.jsonl"), [{"text": "b", "n": 1}])
     jsonl(Path("uneven/a.jsonl"), rows[:1])
     jsonl(Path("uneven/b.jsonl"), rows)
     for i in range(5):
@@ -864,7 +867,14 @@ def test_every_way_that_files_are_looked_at_is_told_word_for_word(
     sources: dict[str, tuple[Any, dict[str, Any]]] = {
         **{
             name: (f"{name}/*.jsonl", {})
-            for name in ("long rows", "types that differ", "speakers", "uneven", "many")
+            for name in (
+                "long rows",
+                "types that differ",
+                "columns that lack",
+                "speakers",
+                "uneven",
+                "many",
+            )
         },
         "counted": ("many", {"count": True, "split": "train"}),
         "columns": ("*.parquet", {"sample_rows": 2}),
@@ -890,7 +900,8 @@ def test_every_way_that_files_are_looked_at_is_told_word_for_word(
         for part in found.parts:
             fields = {**part.reads, "data_files": str(part.reads["data_files"])}
             told.append(f"reads {part.name}: {fields}" if part.files else f"{part.name}")
-        told.append("")
+        proposals = [part.propose() for part in found.parts]
+        told += [*(" | ".join(line) for line in cells(page(found, proposals))), ""]
     assert_told("discovered files", "\n".join(told), DATA=tmp_path)
 
 

@@ -151,9 +151,9 @@ class Discovery:
     def propose(self, split: str | None = None, **decided: Any) -> Proposal:
         """Returns `part(split).propose(**decided)`.
 
-        Without a split it is the training part, where there are several.
+        Without a split it is the training part, where there is one.
         """
-        if split is None and len(self.parts) > 1 and "train" in self.splits:
+        if split is None and "train" in self.splits:
             split = "train"
         return self.part(split).propose(**decided)
 

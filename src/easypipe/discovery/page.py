@@ -58,4 +58,4 @@ def _sections(part: Part, made: Proposal | ConfigError) -> Iterator[Section]:
 def _cell(value: object) -> JsonValue:
     """Returns a value of a row, as short as the terminal shows it."""
     seen = shown_value(value)
-    return json.dumps(seen, ensure_ascii=False) if isinstance(seen, list | dict) else seen
+    return seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)
