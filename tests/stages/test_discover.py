@@ -318,6 +318,8 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
         ("test", 3, "memory"),
     ]
     assert_reads(in_memory)
+    both = datasets.DatasetDict({"train": rows, "test": rows.select(range(3))})
+    assert [part.split for part in discover(both, split="test").parts] == ["test"]
     assert_reads(discover(rows))
 
 

@@ -166,12 +166,13 @@ def _in_memory(data: DataFiles, split: str | None, look: Look) -> Iterator[Part]
         for name in data if split is None else [split]:
             reads = {"data_files": data, "split": name}
             yield inspect_rows(open_object(data, split=name), reads, name, look)
-    elif is_object(data):
-        source = open_object(data, split=split, counted=False)
-        yield inspect_rows(source, {"data_files": data}, split or TRAIN, look)
-    else:
-        source = InMemoryShardedSource(data)
-        yield inspect_rows(source, {"data_files": data}, split or TRAIN, look)
+    else:  # which have no other split
+        source = (
+            open_object(data, split=split, counted=False)
+            if is_object(data)
+            else InMemoryShardedSource(data)
+        )
+        yield inspect_rows(source, {"data_files": data}, TRAIN, look)
 
 
 def _of_split(
