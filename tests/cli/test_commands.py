@@ -380,8 +380,8 @@ def test_train_and_its_refusals(
     path.write_text(yaml.safe_dump(values))
     assert main(["train", str(path), "--samples", "1"]) == 0
     text = capsys.readouterr().out
-    assert "trained 4 steps: loss" in text
-    assert "»" in text
+    assert text.index("compiling: the first step") < text.index("trained 4 steps: loss")
+    assert "texts by the model, which begin as documents do:\n  » " in text
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -397,9 +397,10 @@ def test_train_and_its_refusals(
     assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["data"]["seed"] is not None
     # finished: nothing is trained again, the drawn seed is remembered
     assert main(["train", str(path), "--samples", "0"]) == 0
-    assert "goes on from step 4" in capsys.readouterr().out
+    assert "all 4 steps are trained; to train on, set" in capsys.readouterr().out
     assert main(["train", str(path), "--samples", "1", "--prompt", "the quick"]) == 0
-    assert "» 'the quick" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "texts by the model, which begin with 'the quick':\n  » 'the quick" in told
     for change, message in (
         ("model.vocab_size=100", "model.vocab_size: 100, but the tokenizer"),
         (

@@ -55,18 +55,20 @@ def init(
 
 
 def config_text(kind: str) -> str:
-    """Returns a template, in which each key without a comment gets its meaning as one."""
+    """Returns a template, in which keys without a comment get their meanings as one, each once."""
     text = (SCHEMA.parent / f"{kind}.yaml").read_text(encoding="utf-8")
     within: list[tuple[int, str]] = []  # the sections of the line, with their indentation
-    lines = []
+    lines, told = [], set[str]()
     for line in text.splitlines():
         key = re.match(r"( *(?:- )?)(\w+):", line)
         if key is not None:
             depth = len(key[1])
             within = [(indent, name) for indent, name in within if indent < depth]
             within.append((depth, key[2]))
-            if " #" not in line:
-                line += _meaning(".".join(name for _, name in within))
+            comment = _meaning(".".join(name for _, name in within))
+            if " #" not in line and comment not in told:
+                told.add(comment)
+                line += comment
         lines.append(line)
     return HEAD + "\n".join(lines) + "\n"
 

@@ -108,8 +108,13 @@ def training() -> Iterator[TrainListener]:
         nonlocal task, said
         if task is None:
             task = bars.add_task("train", total=event.steps, line="compiling")
-        if event.kind == "start" and event.step:
-            say(f"training goes on from step {event.step}")
+        if event.kind == "start" and event.step == event.steps:
+            say(f"all {event.steps} steps are trained; to train on, set a larger train.steps")
+        elif event.kind == "start":
+            if event.step:
+                say(f"training goes on from step {event.step}")
+            if not live:
+                say("compiling: the first step takes longer")
         bars.update(task, completed=event.step)
         if event.kind == "step":
             line = training_line(event)

@@ -87,6 +87,8 @@ def show_result(run: RunConfig, result: TrainResult, samples: int, prompt: str =
     if result.seen.chat_template is not None and not prompt:
         say(f"talk to it: easypipe generate {result.output_dir} --chat")
         return
+    begin = f"begin with {prompt!r}" if prompt else "begin as documents do"
+    say(f"texts by the model, which {begin}:")
     for text in sample(run, result, samples, prompt):
         say(f"  » {text!r}")
 

@@ -328,7 +328,7 @@ def _changes(heading: str, entries: Sequence[Record]) -> Section:
     All else on the page is about the complete run, but its configuration is that of the last part.
     """
     lines = [
-        (f"from step {one['step'] + 1}", key, text)
+        (f"after step {one['step']}", key, text)
         for one in entries
         for key, text in one["changed"].items()
     ]
@@ -336,7 +336,7 @@ def _changes(heading: str, entries: Sequence[Record]) -> Section:
 
 
 def _restarts(heading: str, entries: Sequence[Record]) -> Section:
-    lines = [(f"from step {one['step'] + 1}", one["time"]) for one in entries]
+    lines = [(f"after step {one['step']}", one["time"]) for one in entries]
     return _section(heading, ("", "begun again, UTC"), lines)
 
 
@@ -381,7 +381,7 @@ def _fingerprints(heading: str, kept: Json) -> Section:
 
 def _versions(heading: str, kept: Sequence[Json]) -> Section:
     """Returns the table of versions, a column for each process that ran with other ones."""
-    head = ("", *(f"from step {one['from_step']}" for one in kept))
+    head = ("", *(f"after step {one['from_step']}" for one in kept))
     keys = [key for key in kept[-1] if key != "from_step"]
     return _section(heading, head, [(key, *(one.get(key) for one in kept)) for key in keys])
 

@@ -199,8 +199,8 @@ def _warn_endless(origin: str, tokenizer: str, end: str) -> None:
     """Warns, once, of a template whose end of a turn is not a special token of the tokenizer."""
     log.warning(
         "%s: ends a turn with %r, which is not a special token of tokenizer %s. A model "
-        "trained on it never stops by itself. Take a tokenizer that has it, or add it to a "
-        "published model by model.add_tokens.",
+        "trained on it never stops by itself. Take a tokenizer that has it, name it among the "
+        "special tokens of train_bpe, or add it to a published model by model.add_tokens.",
         origin,
         end,
         tokenizer,
