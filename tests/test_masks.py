@@ -248,6 +248,7 @@ def test_masks_of_many_templates_word_for_word() -> None:
         "{% for m in messages %}{{ m.content or m.tool_calls[0].function.name }}</s>{% endfor %}"
     )
     silent = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    refusing = "{{ raise_exception(messages[0].content is string and 'no text' or 'no parts') }}"
     thinks = [THOUGHTS[0], {"role": "assistant", "content": "<think>\n\n</think>\n\nNo."}]
     keys = "{% for m in messages %}{{ m.role }} {{ m | length }} {{ m.content }}</s>{% endfor %}"
     own = chat_tokenizer()
@@ -255,6 +256,7 @@ def test_masks_of_many_templates_word_for_word() -> None:
         "samples": ("chatml", None, {}),
         "of typed parts": (PARTS, None, {"special_tokens": ["<|end|>"]}),
         "of text": (only_text + silent, None, {}),
+        "of the name of an end": (silent.replace("</s>", "{{ eos_token }}"), None, {}),
         "of a call": (named, None, {"train_on": "all"}),
         "of no call": (silent, [SAMPLES["a tool call"]], {}),
         "of no end": ("{% for m in messages %}{{ m.content }} {% endfor %}", None, {}),
@@ -270,6 +272,8 @@ def test_masks_of_many_templates_word_for_word() -> None:
             [THOUGHTS],
             {"chat_template": dated, "template_date": "2027-02-03", "reasoning": "per_turn"},
         ),
+        "of nothing": (refusing, None, {}),
+        "tokens without ends": (own, [THOUGHTS], {"special_tokens": ["<|other|>"]}),
         "tokens with ends of one's own": (
             own,
             [THOUGHTS],

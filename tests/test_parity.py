@@ -243,10 +243,7 @@ def test_what_is_compared_is_told_word_for_word(
     monkeypatch.setattr(parity, "_named", lambda tokenizer: Other(usual(tokenizer)))
     keys = CHATML + "{{ messages[-1] | length }}"
     weighed = [*TALK[:2], TALK[2] | {"weight": 1}, TALK[3], TALK[2] | {"weight": 0}]
-    open_end = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-        "{% if m.content == 'Bye.' %}<|im_end|>{% endif %}\n{% endfor %}"
-    )
+    open_end = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     both = {"prompt_field": "prompt", "completion_field": "good", "rejected_field": "bad"}
     asked = {"prompt_field": "prompt", "completion_field": "completion"}
     answers = [{"prompt": "Sure? ", "completion": said} for said in ("Four.", "No.", None, "")]
@@ -257,7 +254,7 @@ def test_what_is_compared_is_told_word_for_word(
         "completions": (answers, asked | {"on_error": "skip"}),
         "marked": (talks, chat | {"chat_template": MARKED}),
         "open": (
-            [{"messages": talk("Why?", said)} for said in ("So.", "Bye.")],
+            [{"messages": talk("Why?", said)} for said in ("So.", "No.")],
             chat | {"chat_template": open_end},
         ),
         "keys": ([{"messages": weighed}], chat | {"chat_template": keys}),
