@@ -607,15 +607,6 @@ def test_the_last_tenth_of_a_run_is_no_step_longer() -> None:
     assert lines["so far"][-1] == 0.1
 
 
-def test_more_steps_than_there_are(tmp_path: Path) -> None:
-    report = mixed(tmp_path).plan(10_000)
-    assert report.steps == report.steps_available < 10_000
-    assert report.notes[1] == (
-        f"10,000 steps are asked for, the data ends after {report.steps}: raise load.num_epochs, "
-        "or set it to null"
-    )
-
-
 @pytest.mark.parametrize("oversize", ["truncate", "drop"])
 def test_losses_have_reasons(tmp_path: Path, oversize: str) -> None:
     data = jsonl(
@@ -734,20 +725,6 @@ def test_schedules_and_tokens_are_told_in_their_own_terms(tmp_path: Path) -> Non
     assert [d.name for d in early.datasets if d.never_drawn] == ["docs"]
 
 
-def test_caps_end_a_mixture_that_restarts(tmp_path: Path) -> None:
-    report = mixed(
-        tmp_path,
-        mix={"weights": {"code": 0.5, "docs": 0.5}, "max_epochs": {"code": 2, "docs": 3}},
-        load={"batch_size": 1},
-    ).plan()
-    assert [d.epochs for d in report.datasets] == [2.0, 3.0]
-    assert report.steps == report.steps_available
-    assert (
-        "code leaves the mixture after 2 passes (mix.max_epochs), the others go on by their weights"
-        in report.notes
-    )
-
-
 def test_datasets_that_end_unevenly_are_named(tmp_path: Path) -> None:
     """60 documents of code take 26 of docs with them; of docs 64 of 90 stand behind the end, in
     every epoch.
@@ -795,20 +772,6 @@ def test_eos_is_counted_where_it_is_known_how_many_documents_had_it(
 def test_streaming_has_nothing_to_plan_from(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="streaming: nothing is counted before it is read"):
         mixed(tmp_path, streaming=True).plan(3, prepare=False)
-
-
-def test_batch_sizes_by_step(tmp_path: Path) -> None:
-    load = LoadStageConfig(batch_size=2, batch_size_schedule=((2, 4),))
-    pipeline = Pipeline(
-        config(
-            tmp_path,
-            datasets=config(tmp_path).datasets[:1],
-            pack=PackStageConfig(seq_length=32),
-            load=load,
-        )
-    )
-    report = chain(pipeline, "source", "tokenize", "pack").plan(3)
-    assert report.rows == 2 + 2 + 4
 
 
 def of_chat(tmp_path: Path, name: str, rows: list[dict[str, Any]], **options: Any) -> Pipeline:

@@ -48,20 +48,6 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([command, "--help"]) == 0
 
 
-def test_prepare_a_pipeline_config(
-    pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["prepare", str(pipeline_yaml)]) == 0
-    text = capsys.readouterr().out
-    assert "Ledger: where every row and token went" in text
-    assert "of their slots filled" in text
-    assert "MB/s" in text
-    assert text.splitlines()[-1] == "prepared", "it holds no model that could be trained"
-    assert (tmp_path / "out" / MANIFEST).exists()
-    assert main(["prepare", str(pipeline_yaml)]) == 0
-    assert "up to date" in capsys.readouterr().out
-
-
 def test_tokens_that_were_there_are_told_of_no_encoder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,28 +64,6 @@ def test_tokens_that_were_there_are_told_of_no_encoder(
     text = capsys.readouterr().out
     assert "pack posts: " in text
     assert "tokenize posts: " not in text
-
-
-def test_streaming_has_nothing_to_prepare_and_says_so(
-    pipeline_yaml: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(
-            [
-                "prepare",
-                str(pipeline_yaml),
-                "--set",
-                "streaming=true",
-                "--set",
-                "save.enabled=false",
-            ]
-        )
-        == 0
-    )
-    assert (
-        capsys.readouterr().out.strip()
-        == "nothing to prepare: streaming tokenizes while it reads, and keeps no tokens"
-    )
 
 
 def test_set_changes_a_value(pipeline_yaml: Path, tmp_path: Path) -> None:

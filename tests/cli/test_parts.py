@@ -74,13 +74,3 @@ def test_f15_parts_on_several_machines_make_what_one_machine_makes(tmp_path: Pat
     late = easypipe("prepare", "run.yaml", "--finalize", cwd=array)
     assert late.returncode == 2
     assert "1 of 1 ranges of dataset 'eval.held' are not tokenized" in late.stderr
-
-
-def test_f15_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
-    folder = write_project(tmp_path / "project")
-    for wrong in ("2/2", "x", "-1/2", "1"):
-        refused = easypipe("prepare", "run.yaml", f"--shard={wrong}", cwd=folder)
-        assert refused.returncode == 2
-        assert f"--shard: {wrong!r} is not a part. Write I/N" in refused.stderr
-    both = easypipe("prepare", "run.yaml", "--shard", "0/2", "--finalize", cwd=folder)
-    assert "--finalize: together with --shard" in both.stderr
