@@ -1,12 +1,14 @@
-"""gcp-storage-emulator in a process of its own, with the precondition that it leaves out:
-`ifGenerationMatch=0` on an object that is there answers 412, as
-https://cloud.google.com/storage/docs/request-preconditions says.
+"""gcp-storage-emulator in a process of its own, with what it leaves out: `ifGenerationMatch=0` on an
+object that is there answers 412, as https://cloud.google.com/storage/docs/request-preconditions
+says, and an object comes with the header x-goog-generation, which Google's own client reads
+(google.cloud.storage.blob.Blob._extract_headers_from_download).
 
 python gcs_emulator.py PORT BUCKET
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from http import HTTPStatus
 from http.server import HTTPServer
@@ -14,7 +16,6 @@ from typing import Any
 
 from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers import objects
-from gcp_storage_emulator.server import create_server
 
 
 def conditional(upload: Any) -> Any:
@@ -34,7 +35,21 @@ def conditional(upload: Any) -> Any:
     return checked
 
 
+def with_generation(request: Any, response: Any, storage: Any, *args: Any) -> None:
+    params = request.params
+    with contextlib.suppress(NotFound):
+        found = storage.get_file_obj(params["bucket_name"], params["object_id"])
+        response["x-goog-generation"] = found["generation"]
+    download(request, response, storage, *args)
+
+
+download = objects.download
+
 if __name__ == "__main__":
+    objects.download = with_generation
+    # it lists its handlers as it is imported
+    from gcp_storage_emulator.server import create_server
+
     objects._media_upload = conditional(objects._media_upload)
     objects._multipart_upload = conditional(objects._multipart_upload)
     HTTPServer.request_queue_size = 128  # 5 would have clients wait a second to connect again

@@ -25,6 +25,8 @@ from typing import Any
 
 import pytest
 
+from web import bomb
+
 BUCKET = "bucket"
 SECRET = "hidden-secret"
 
@@ -119,7 +121,10 @@ def store(request: pytest.FixtureRequest) -> Store:
 class FaultyProxy(ThreadingHTTPServer):
     """Passes requests on to a store. faults: what the next ones that write meet: a status, "reset",
     or "lost" (done, but the answer is a reset); `always` meets all of them. seen: (method, path) of
-    those that write. reads: whether those that read meet `always` too."""
+    those that write. reads: whether those that read meet `always` too. answers: what the next
+    requests for a part of an object meet: a status, "reset", "hang", "short" (half of it comes),
+    "fewer" (and is announced so), "wrong" (a later part), "page" (HTML with status 200), "bomb" (64
+    MB, packed)."""
 
     daemon_threads = True
 
@@ -129,6 +134,7 @@ class FaultyProxy(ThreadingHTTPServer):
         self.faults: deque[Any] = deque()
         self.always: Any = None
         self.reads = False
+        self.answers: deque[Any] = deque()
         self.seen: list[tuple[str, str]] = []
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -147,9 +153,14 @@ class _Proxied(BaseHTTPRequestHandler):
             fault = self.server.faults.popleft() if self.server.faults else self.server.always
         elif self.server.reads:
             fault = self.server.always
-            if fault == "hang":
-                threading.Event().wait(3)
-                return self._reset()
+        elif self.server.answers and "Range" in self.headers:
+            fault = self.server.answers.popleft()
+        if fault == "hang":
+            threading.Event().wait(3)
+            return self._reset()
+        if fault == "wrong":
+            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+            self.headers.replace_header("Range", f"bytes={int(first) + 1}-{int(last) + 1}")
         if isinstance(fault, int):
             return self._answer(fault, b"{}", {})
         if fault == "reset":
@@ -172,6 +183,15 @@ class _Proxied(BaseHTTPRequestHandler):
             if k.lower()
             not in ("connection", "transfer-encoding", "content-length", "date", "server")
         }
+        if fault == "page":
+            return self._answer(200, b"<html>" * 50_000, {"Content-Type": "text/html"})
+        if fault == "bomb":
+            return self._answer(answer.status, bomb(), {**kept, "Content-Encoding": "gzip"})
+        if fault in ("short", "fewer"):
+            half = data[: len(data) // 2]
+            self._answer(answer.status, half, kept, len(data) if fault == "short" else len(half))
+            self.close_connection = True
+            return None
         length = answer.getheader("Content-Length")
         return self._answer(
             answer.status,

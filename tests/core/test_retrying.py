@@ -264,6 +264,7 @@ PASSING: list[BaseException] = [
     *(OSError(number, "told") for number in (errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ETIMEDOUT, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EBUSY)),
     *(of_library(f"{module}.inner", "ReadTimeout") for module in ("aiohttp", "botocore", "aiobotocore", "httpx", "httpcore", "requests", "urllib3", "http", "gcsfs")),
     *(of_library("aiohttp", name) for name in ("ServerDisconnectedError", "ClientPayloadError", "ClientOSError", "ClientConnectorError", "ConnectTimeout", "IncompleteReadError", "RemoteProtocolError")),
+    *(of_library(module, name) for module, name in (("botocore.exceptions", "FlexibleChecksumError"), ("gcsfs.retry", "ChecksumError"))),
     *(of_library("own", "Refused", status=status) for status in (408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 524, 529)),
     of_library("own", "Refused", response=SimpleNamespace(status_code=503)),
     of_library("own", "Refused", response=RESET),

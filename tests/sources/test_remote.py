@@ -441,6 +441,59 @@ def test_a_bucket(store: Store) -> None:
         open_files(f"{folder}/missing.jsonl", storage_options=options)
 
 
+def rows_of(url: str, store: Store) -> list[str]:
+    source = open_files(url, storage_options=store.options)
+    shards = enumerate(source.shards)
+    return [row for i, one in shards for row in column(source.read(i, 0, one.num_rows or 0))]
+
+
+def column(batch: pa.RecordBatch) -> list[str]:
+    return batch.column("text").to_pylist()
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    "fault", [429, 500, 503, "reset", "hang", "short", "fewer", "page", "bomb"]
+)
+def test_a_bucket_whose_answers_fail_in_passing(store: Store, fault: object) -> None:
+    """At each of the first requests for a part of an object, one after another."""
+    name = f"{store.new()}/a.parquet"
+    store.filesystem.pipe_file(name, FILES["a.parquet"])
+    with faulty(store) as (behind, proxy):
+        for before in range(3):
+            sources_files._whole.cache_clear()
+            proxy.answers.extend([None] * before + [fault])
+            assert rows_of(name, behind) == column(TABLE)
+            assert not proxy.answers
+
+
+@pytest.mark.usefixtures("large")
+def test_a_part_of_an_object_that_was_not_asked_for_is_not_believed(store: Store) -> None:
+    name = f"{store.new()}/a.parquet"
+    store.filesystem.pipe_file(name, FILES["a.parquet"])
+    with faulty(store) as (behind, proxy):
+        proxy.answers.append("wrong")
+        with pytest.raises(SourceError, match=r"sent 'bytes 1-.*' where bytes 0 to \d+ were asked"):
+            rows_of(name, behind)
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("name", ["c.jsonl", "a.parquet"])
+def test_an_object_that_is_written_anew_while_it_is_read(
+    store: Store, name: str, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many bytes, so that no size tells."""
+    monkeypatch.setattr(sources_files, "SMALL_BYTES", (1 << 22) * small)
+    url = f"{store.new()}/{name}"
+    store.filesystem.pipe_file(url, FILES[name])
+    source = open_files(url, storage_options=store.options)
+    rows = source.shards[0].num_rows or 0
+    sources_files._whole.cache_clear()
+    store.filesystem.pipe_file(url, FILES[name].replace(b"row 29", b"ROW 29"))
+    with pytest.raises(SourceError, match="changed after the source was made"):
+        source.read(0, 0, rows)
+
+
 def wait_a_second_for_a_new_host(
     monkeypatch: pytest.MonkeyPatch, *, attempt_timeout_s: float
 ) -> None:

@@ -67,7 +67,7 @@ _PASSING_ERRNO = frozenset(
 )
 _PASSING_NAMES = re.compile(
     r"^(ServerDisconnected|ClientPayload|ClientOS|ClientConnector|ServerTimeout|ConnectionClosed|EndpointConnection|ReadTimeout|ConnectTimeout|"
-    r"ResponseStreaming|IncompleteRead|HTTPClient|Connect|Read|Write|Pool|RemoteProtocol|Protocol|ChunkedEncoding|Connection)(Error|Timeout|)$"
+    r"ResponseStreaming|IncompleteRead|HTTPClient|Connect|Read|Write|Pool|RemoteProtocol|Protocol|ChunkedEncoding|Connection|(Flexible)?Checksum)(Error|Timeout|)$"
 )
 _LIBRARIES = (
     "aiohttp",
@@ -506,14 +506,11 @@ async def _http_range(
         skipped = start  # if the server sends the whole file, the part is cut out of it
         if answer.status == 206:
             skipped = 0
-            sent = answer.headers.get("Content-Range", "")
-            first = _RANGE.match(sent)
-            if first is None or int(first[1]) != start:
+            try:
+                _check_range(answer.headers.get("Content-Range") or "no part", start, stop)
+            except WrongRangeError:
                 answer.close()
-                told = f"{sent!r}" if sent else "an unnamed part"
-                raise WrongRangeError(
-                    f"the server sent {told} where bytes {start} to {stop - 1} were asked for"
-                )
+                raise
         elif identity and (now or f"size:{answer.headers.get('Content-Length')}") != identity:
             answer.close()
             raise OtherAnswerError(OTHER)
@@ -534,6 +531,66 @@ async def _http_range(
         if len(data) != stop - start:
             raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data
+
+
+def object_range(
+    fs: Any, name: str, start: int, stop: int, identity: str, timeout_s: float
+) -> bytes:
+    """Returns the bytes `start` to `stop` of an object of a store.
+
+    Args:
+        identity: As in FileRef. S3 and GCS tell with each answer which object and part it is of.
+
+    Raises:
+        ChangedError: The object is another now.
+        OtherAnswerError: Something else came than an object.
+        WrongRangeError: The store sent another part than was asked for.
+        ShortReadError: Bytes are missing.
+    """
+    names = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
+    ask = _s3_range if "s3" in names else _gcs_range if "gs" in names else None
+    told, data = {}, b""
+    if ask is None:
+        data = bytes(remote_call(fs, "cat_file", timeout_s, name, start=start, end=stop))
+    else:
+        asked = f"bytes={start}-{stop - 1}"
+        answer: Any = sync(fs.loop, ask, fs, name, asked, timeout=timeout_s)
+        told, data = answer
+    kind, _, then = identity.partition(":")
+    if told.get(kind, then) != then:
+        if not told[kind]:
+            raise OtherAnswerError(OTHER)
+        raise ChangedError("the store says that the object is another now")
+    _check_range(told.get("range", ""), start, stop)
+    if len(data) != stop - start:
+        raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
+    return data
+
+
+async def _s3_range(fs: Any, name: str, asked: str) -> tuple[Mapping[str, str], bytes]:
+    bucket, key, version = fs.split_path(name)
+    of = {"Bucket": bucket, "Key": key} | ({"VersionId": version} if version else {})
+    answer = await fs._call_s3("get_object", **of, Range=asked)
+    async with answer["Body"] as body:
+        data = await body.read()
+    return {"ETag": answer.get("ETag", ""), "range": answer.get("ContentRange", "")}, data
+
+
+async def _gcs_range(fs: Any, name: str, asked: str) -> tuple[Mapping[str, str], bytes]:
+    headers, data = await fs._call("GET", fs.url(name), headers={"Range": asked})
+    told = {"range": headers.get("Content-Range", "")}
+    if generation := headers.get("x-goog-generation"):
+        told["generation"] = generation
+    return told, data
+
+
+def _check_range(sent: str, start: int, stop: int) -> None:
+    """Raises WrongRangeError where the Content-Range of an answer, if any, is of another part."""
+    first = _RANGE.match(sent)
+    if sent and (first is None or int(first[1]) != start):
+        raise WrongRangeError(
+            f"the server sent {sent!r} where bytes {start} to {stop - 1} were asked for"
+        )
 
 
 def _refuse_status(answer: Any) -> None:

@@ -176,10 +176,7 @@ def _requested(file: FileRef, start: int, stop: int) -> bytes:
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> bytes:
         if remote.is_http(url):
             return remote.http_range(fs, url, start, stop, file.identity, timeout_s)
-        data = bytes(remote.remote_call(fs, "cat_file", timeout_s, name, start=start, end=stop))
-        if len(data) != stop - start:
-            raise remote.ShortReadError(f"{len(data)} of {stop - start} bytes came")
-        return data
+        return remote.object_range(fs, name, start, stop, file.identity, timeout_s)
 
     with reading(file):
         return storage.ask(url, options, call, stop - start, "range")
@@ -498,7 +495,7 @@ def _sized(file: FileRef, num_bytes: int | None, identity: str) -> FileRef:
 
 def _identity(info: Json) -> str:
     """Returns what the store changes with the content, else a digest of all that it tells."""
-    for key in ("etag", "ETag", "generation", "md5Hash", "md5", "checksum"):
+    for key in ("generation", "etag", "ETag", "md5Hash", "md5", "checksum"):
         if info.get(key):
             return f"{key}:{info[key]}"
     for key in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
