@@ -174,6 +174,15 @@ def test_a_server_may_ask_for_more(
     assert clock.waits == waits
 
 
+def test_a_wait_that_ends_behind_the_deadline_is_told(clock: Clock) -> None:
+    policy(deadline_s=180)
+    error = ConnectionError("busy")
+    vars(error)["headers"] = {"Retry-After": "3600"}
+    with pytest.raises(StorageError, match=r"after 1 attempt .*; the server asks to wait 3,600 s"):
+        remote.retrying(URL, Calls(clock, 0, 2, error))
+    assert clock.waits == []
+
+
 def learn(clock: Clock, count: int, seconds: float = 2, **of: Any) -> None:
     for _ in range(count):
         remote.retrying(URL, Calls(clock, seconds, 0, TimeoutError()), **of)

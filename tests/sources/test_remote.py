@@ -413,6 +413,12 @@ def test_configs_keep_no_storage_options() -> None:
 # Buckets
 
 
+@pytest.mark.parametrize("url", ["s3:///a.jsonl", "gs:///a.jsonl", "https:///a.jsonl"])
+def test_a_url_without_a_bucket(url: str) -> None:
+    with pytest.raises((SourceError, StorageError), match=r"names no (bucket|server)"):
+        open_files(url)
+
+
 def test_a_bucket(store: Store) -> None:
     folder = store.new()
 

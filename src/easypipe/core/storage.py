@@ -20,6 +20,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -36,12 +37,10 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from easypipe.core.errors import EasypipeError, MissingFileError, StorageError, raising
+from easypipe.core.ranged import http_facts, http_options, http_range
 from easypipe.core.remote import (
     ShortReadError,
     StorageOptions,
-    http_facts,
-    http_options,
-    http_range,
     is_http,
     never_answered,
     public_url,
@@ -108,9 +107,13 @@ def filesystem(
     """Returns the fsspec filesystem of `path`, and the path as that filesystem spells it.
 
     Raises:
-        StorageError: The protocol is unknown, or its fsspec package is missing.
+        StorageError: The protocol is unknown, its fsspec package is missing, or no bucket is named.
     """
     options = dict(storage_options or {})
+    if re.match(r"(s3a?|gc?s|https?):///", str(path)):
+        place = "server" if is_http(str(path)) else "bucket"
+        problem, fix = f"names no {place}", f"Write it behind the two slashes: //{place}/path."
+        raise StorageError(at=public_url(str(path)), problem=problem, fix=fix)
     if str(path).startswith("hf://"):
         options["token"] = hub_token(options.get("endpoint"), options.get("token"))
     elif is_http(str(path)):

@@ -35,6 +35,7 @@ from easypipe.core.errors import (
     nearest_folder,
     require,
 )
+from easypipe.core.ranged import http_facts, http_range, object_range
 from easypipe.core.remote import StorageOptions
 from easypipe.core.threads import each
 from easypipe.core.values import Json
@@ -175,8 +176,8 @@ def _requested(file: FileRef, start: int, stop: int) -> bytes:
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> bytes:
         if remote.is_http(url):
-            return remote.http_range(fs, url, start, stop, file.identity, timeout_s)
-        return remote.object_range(fs, name, start, stop, file.identity, timeout_s)
+            return http_range(fs, url, start, stop, file.identity, timeout_s)
+        return object_range(fs, name, start, stop, file.identity, timeout_s)
 
     with reading(file):
         return storage.ask(url, options, call, stop - start, "range")
@@ -464,7 +465,7 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
     )
 
     try:
-        use = lambda fs, _, s: remote.http_facts(fs, text, s)  # noqa: E731
+        use = lambda fs, _, s: http_facts(fs, text, s)  # noqa: E731
         facts = storage.ask(text, options, use, kind="facts")
     except StorageError as error:
         raise SourceError(at=name, problem=error.problem, fix=error.fix) from None
