@@ -86,6 +86,14 @@ def test_a_healthy_project_has_nothing(
     assert "<td>memory headroom</td>" in text
 
 
+def test_micro_batches_are_no_fault(project: Path) -> None:
+    """As the config of `easypipe init sft` has them."""
+    run = RunConfig.load("train.yaml", ["data.load.accumulation_steps=2"])
+    sample = Sample(run.data, project / "sample", 200)
+    for one in examine([*data_checks(sample), *process_checks(sample)]):
+        assert one.state != "FAILED", one
+
+
 def test_a_healthy_machine_has_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--machine", "--folder", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("\nok ") == 8
@@ -425,6 +433,17 @@ def test_what_breaks_is_found_and_the_rest_goes_on() -> None:
     first, second = examine([Check("a", breaks), Check("b", lambda: "well")])
     assert (first.state, first.says) == ("FAILED", "KeyError: 'x'")
     assert (second.state, second.says) == ("ok", "well")
+
+
+def test_what_cannot_be_prepared_is_told_once(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a traceback of the processes that would prepare it."""
+    assert main(["doctor", "train.yaml", "--set", "data.datasets.0.content_field=nowhere"]) == 1
+    said = capfd.readouterr()
+    assert "Traceback" not in said.err, said.err
+    assert said.out.count("FAILED") == 1
+    assert "for what 'no row is lost' says" in said.out
 
 
 WELL = {"segments": [1, 1, 2, 0], "positions": [0, 1, 0, 0]}

@@ -496,7 +496,7 @@ def test_an_object_that_is_written_anew_while_it_is_read(
     rows = source.shards[0].num_rows or 0
     sources_files._whole.cache_clear()
     store.filesystem.pipe_file(url, FILES[name].replace(b"row 29", b"ROW 29"))
-    with pytest.raises(SourceError, match="changed after the source was made"):
+    with pytest.raises(SourceError, match="the store says that the object is another now"):
         source.read(0, 0, rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -67,26 +68,46 @@ def doctor(
         log.setLevel(logging.WARNING)  # usual messages are not findings
     costs: list[str] = []
     findings: list[Finding] = []
-    if machine:
-        from easypipe.doctor.machine import machine_checks
+    with _warnings_once(log):
+        if machine:
+            from easypipe.doctor.machine import machine_checks
 
-        require(folder.is_dir(), str(folder), "is not a folder", "Give one that is there.")
-        with tempfile.TemporaryDirectory(prefix=".easypipe-doctor-", dir=folder) as inside:
-            costs.append(f"this machine, and the file system of {folder.absolute()}: about 10 s")
-            say(costs[-1])
-            findings += _shown(machine_checks(Path(inside).absolute()), as_json)
-    if config is not None:
-        with tempfile.TemporaryDirectory(prefix="easypipe-doctor-") as inside:
-            costs.append(_cost(config, overrides or [], rows))
-            say(costs[-1])
-            checks = _of_config(config, overrides or [], Path(inside), rows)
-            findings += _shown(checks, as_json)
+            require(folder.is_dir(), str(folder), "is not a folder", "Give one that is there.")
+            with tempfile.TemporaryDirectory(prefix=".easypipe-doctor-", dir=folder) as inside:
+                costs.append(
+                    f"this machine, and the file system of {folder.absolute()}: about 10 s"
+                )
+                say(costs[-1])
+                findings += _shown(machine_checks(Path(inside).absolute()), as_json)
+        if config is not None:
+            with tempfile.TemporaryDirectory(prefix="easypipe-doctor-") as inside:
+                costs.append(_cost(config, overrides or [], rows))
+                say(costs[-1])
+                checks = _of_config(config, overrides or [], Path(inside), rows)
+                findings += _shown(checks, as_json)
     if html is not None:
         from easypipe.doctor.check import page
 
         write_page(html, page(costs, findings))
     if any(one.state == "FAILED" for one in findings):
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _warnings_once(log: logging.Logger) -> Iterator[None]:
+    """Prints a warning once, for the block: the data is prepared several times."""
+    told: set[str] = set()
+
+    def new(record: logging.LogRecord) -> bool:
+        known = record.getMessage() in told
+        told.add(record.getMessage())
+        return not known
+
+    log.addFilter(new)
+    try:
+        yield
+    finally:
+        log.removeFilter(new)
 
 
 def _cost(config: Path, overrides: list[str], rows: int) -> str:

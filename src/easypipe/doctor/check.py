@@ -43,7 +43,11 @@ class Finding:
 
 
 def examine(checks: Iterable[Check]) -> Iterator[Finding]:
-    """Yields what each check finds, one after the other; an error in a check is what it found."""
+    """Yields what each check finds, one after the other; an error in a check is what it found.
+
+    A config or data that nothing can be done with is told once; what needs them is skipped then.
+    """
+    told: dict[str, str] = {}
     for check in checks:
         began = time.monotonic()
         state: Literal["ok", "FAILED", "skipped"] = "FAILED"
@@ -52,8 +56,13 @@ def examine(checks: Iterable[Check]) -> Iterator[Finding]:
             state = "ok"
         except Skipped as why:
             state, says = "skipped", str(why)
-        except (Failed, EasypipeError) as wrong:
+        except Failed as wrong:
             says = str(wrong)
+        except EasypipeError as wrong:
+            says = str(wrong)
+            if first := told.get(says):
+                state, says = "skipped", f"for what {first!r} says"
+            told.setdefault(str(wrong), check.name)
         except Exception as error:  # noqa: BLE001  (what breaks here would break a run)
             says = f"{type(error).__name__}: {error}"
         yield Finding(check.name, state, says, time.monotonic() - began)

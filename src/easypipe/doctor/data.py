@@ -60,8 +60,8 @@ class Sample:
 
     @property
     def load(self) -> LoadStageConfig:
-        """How batches are made of the sample, on no device."""
-        return dataclasses.replace(host_load(self._config), drop_last=False)
+        """How batches are made of the sample: on no device, not in micro-batches."""
+        return dataclasses.replace(host_load(self._config), drop_last=False, accumulation_steps=1)
 
     def loader(self, load: LoadStageConfig | None = None) -> Loader:
         return self.pipeline.copy().load(load or self.load).loader()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -36,10 +37,10 @@ def several_processes(sample: Sample) -> str:
 
     They prepare into one folder; each makes the batches of its own rows.
     """
+    rows = [row for batch in sample.batches for row in _rows(batch)]
     place = sample.elsewhere("together")
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         shares = list(pool.map(share, itertools.repeat(place), range(PROCESSES)))
-    rows = [row for batch in sample.batches for row in _rows(batch)]
     for rank, batches in enumerate(shares):
         own = [row for batch in batches for row in _rows(batch)]
         for n, (expected, found) in enumerate(zip(rows[rank::PROCESSES], own, strict=False)):
@@ -61,14 +62,14 @@ def a_kill_while_preparing(sample: Sample) -> str:
 
     Nothing of the killed process may be left.
     """
-    place = sample.elsewhere("killed")
+    prepared, place = sample.pipeline, sample.elsewhere("killed")
     dying = multiprocessing.get_context("spawn").Process(target=die, args=(place,))
     dying.start()
     dying.join(PATIENCE_S)
     if dying.exitcode != KILLED:
         dying.kill()
         raise Skipped(f"the process to be killed ended by itself, with {dying.exitcode}")
-    documents = compare(sample.pipeline, place.pipeline, "prepared after a kill")
+    documents = compare(prepared, place.pipeline, "prepared after a kill")
     left = [path for path in place.folder.rglob("*") if path.name.startswith(storage.TEMPORARY)]
     if left:
         raise Failed(f"{left[0].relative_to(place.folder)}: left by a killed process, and stays")
@@ -77,6 +78,7 @@ def a_kill_while_preparing(sample: Sample) -> str:
 
 def share(sample: Sample, rank: int) -> list[Batch]:
     """Returns the batches of one of PROCESSES ranks; runs in a process of its own."""
+    _say_nothing()
     loader = sample.loader().of_rank(rank, PROCESSES)
     return [
         {name: np.asarray(values) for name, values in batch.items()}
@@ -92,8 +94,14 @@ def die(sample: Sample) -> None:
         if step == "rename" and next(steps) == DEATH:
             os._exit(KILLED)
 
+    _say_nothing()
     storage.set_fault_hook(kill)
     sample.pipeline.prepare()
+
+
+def _say_nothing() -> None:
+    """Silences warnings, which the doctor's own process has printed."""
+    logging.getLogger("easypipe").setLevel(logging.ERROR)
 
 
 def _rows(batch: Batch) -> list[dict[str, np.ndarray]]:
