@@ -463,3 +463,21 @@ def test_every_number_of_a_preparation_is_printed(monkeypatch: pytest.MonkeyPatc
         "pushed 7 files, 1.2 MB (up to date): https://hub/r",
         "pushed 7 files, 1.2 MB (1.50 s): https://hub/r",
     ]
+
+
+def test_one_set_for_each_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "config.yaml", "--set", "seed=1", "load.batch_size=2"]) == 2
+    assert "each key takes a --set of its own: --set load.batch_size=2" in capsys.readouterr().err
+
+
+def test_no_row_is_not_told_as_a_full_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(5, 3, 12)])
+    config = {"datasets": [{"name": "a", "data_files": "a.jsonl"}], "seed": 1}
+    settings = {"default_tokenizer": str(tokenizer()), "cache_dir": "cache"}
+    pack = {"seq_length": 2, "oversize": "drop"}
+    Path("a.yaml").write_text(json.dumps(config | settings | {"pack": pack}))
+    assert main(["prepare", "a.yaml"]) == 0
+    assert "pack a: 0 rows, nothing would be trained" in capsys.readouterr().out

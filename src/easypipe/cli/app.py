@@ -232,13 +232,18 @@ def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
 
 
 def _say_how_to_set(problem: str, given: Sequence[str]) -> None:
-    """Prints how to set a key of the config, if it was given as an option that no command has."""
+    """Prints how to set a key of the config, if it was given as an option that no command has, or
+    behind another one.
+    """
     option = re.match("No such option: (--[a-z_-]+)", problem)
+    behind = re.search(r"unexpected extra argument\(s\) \(([\w.]+=\S*)", problem.replace("'", ""))
     called = next((command for name, command, _ in COMMANDS if name in given), None)
-    if option is None or called is None or "overrides" not in called.__annotations__:
+    if called is None or "overrides" not in called.__annotations__:
         return
-    if (told := as_setting(option[1])) is not None:
+    if option is not None and (told := as_setting(option[1])) is not None:
         _say(told)
+    if behind is not None:
+        _say(f"each key takes a --set of its own: --set {behind[1].rstrip(')')}")
 
 
 def _say(text: str) -> None:

@@ -239,9 +239,8 @@ def show_report(report: SaveReport) -> None:
         if key.startswith("pack.") and key.endswith(".fill")
     ]:
         rows, fill = facts[f"{name}.rows"], facts[f"{name}.fill"]
-        say(
-            f"{name.replace('.', ' ', 1)}: {rows:,} rows, {fill:.2%} of their slots filled",
-        )
+        filled = f"{fill:.2%} of their slots filled" if rows else "nothing would be trained"
+        say(f"{name.replace('.', ' ', 1)}: {rows:,} rows, {filled}")
     for folder in report.folders:
         state = "up to date" if folder.up_to_date else f"{folder.seconds:.2f} s"
         if folder.resumed_shards and not folder.up_to_date:
