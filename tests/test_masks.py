@@ -238,6 +238,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     page = tmp_path / "page.html"
     assert shown(capsys, "chatml", "--html", str(page))[0] == 0
     assert '<span class="trained">It is four.&lt;|im_end|&gt;</span>' in page.read_text()
+    assert "<title>easypipe masks chatml</title>" in page.read_text()
 
 
 def test_masks_of_many_templates_word_for_word() -> None:
