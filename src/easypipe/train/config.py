@@ -213,8 +213,9 @@ class CheckpointConfig:
 class SpikeConfig:
     """When a run goes back to its last good checkpoint: after `patience` bad steps in succession.
 
-    A step is bad if its loss is not finite, or more than `threshold` standard deviations above the
-    median of the last `window` good ones (measured by the median absolute deviation). The batches
+    A step is bad if its loss, gradient or update is not finite, or its loss is over `threshold`
+    standard deviations above the median of the last `window` good ones (measured by the median
+    absolute deviation). The batches
     since that checkpoint are skipped; rollbacks.jsonl names their documents.
     """
 
