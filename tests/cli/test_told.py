@@ -200,6 +200,7 @@ def test_commands_about_models_and_keys(
     said.run("init", "sft")
     said.run("init", "sft", "--force", "-o", "sft.yaml")
     said.run("config", "train.optimizer.learning_rate")
+    said.run("config", "data")
     for key in ("seq_length", "learning_rat", "data.pack.seq_len", "per_device_train_batch_size"):
         said.run("config", key)
     said.run("--trust-endpoint", "https://a.example", "config", "no.such.key")
