@@ -11,7 +11,7 @@ import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
@@ -27,6 +27,9 @@ from easypipe.core.remote import (
 )
 from easypipe.core.trust import require_private
 from easypipe.core.values import Arguments
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse, ClientSession
 
 OTHER = "the server sent something else than the file, a page of its own perhaps"
 _RANGE = re.compile(r"bytes (\d+)-", re.IGNORECASE)  # the head of Content-Range
@@ -48,7 +51,7 @@ def http_options(url: str, options: Arguments) -> Arguments:
     return {"get_client": _client, **options}
 
 
-async def _client(**options: Any) -> Any:
+async def _client(**options: Any) -> ClientSession:
     """Returns fsspec's own client; no secret header follows a redirect to another origin."""
     import aiohttp
 
@@ -241,7 +244,7 @@ def _check_range(sent: str, start: int, stop: int) -> None:
         )
 
 
-def _refuse_status(answer: Any) -> None:
+def _refuse_status(answer: ClientResponse) -> None:
     """Raises an error where an answer has no bytes of a file; a redirect to nowhere is one."""
     answer.raise_for_status()
     if answer.status not in (200, 203, 206):
@@ -249,7 +252,7 @@ def _refuse_status(answer: Any) -> None:
         raise OSError(f"HTTP {answer.status} came in place of the file")
 
 
-async def _get(fs: Any, url: str, byte_range: str) -> Any:
+async def _get(fs: Any, url: str, byte_range: str) -> ClientResponse:
     """Sends a GET request for a byte range, without compression."""
     session = await fs.set_session()
     kwargs = dict(fs.kwargs)
