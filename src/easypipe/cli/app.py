@@ -218,7 +218,8 @@ def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (flushed at the exit)
         return 1
     if isinstance(error, OSError) and error.errno is not None:
-        _say(f"{error.filename or 'output'}: {error.strerror}. Check space and permissions.")
+        what = "the path" if isinstance(error, FileNotFoundError) else "space and permissions"
+        _say(f"{error.filename or 'output'}: {error.strerror}. Check {what}.")
         return 1
     device = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
     if isinstance(error, MemoryError) or device:
