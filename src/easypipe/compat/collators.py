@@ -1,4 +1,4 @@
-"""Document 001, collation: rows of tokens padded to batches of NumPy arrays, jax.Arrays or lists.
+"""Document 001: collators of rows of tokens, to padded batches in NumPy or jax; default_collate.
 
 They make batches from rows of tokens, for users who hold rows; `Pipeline.load()` needs none of
 them.

@@ -1,9 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Reads of parts of remote files: over HTTP, and from S3 and GCS, whose answers say which file and
-part they are of. Each is one attempt; core/remote.py makes it again where it fails in passing.
-"""
+"""Reads parts of remote files, one attempt each: web servers, S3, GCS; which headers are secret."""
 
 from __future__ import annotations
 

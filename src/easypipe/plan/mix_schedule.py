@@ -1,4 +1,4 @@
-"""The weights of a mixture at every step: points, and ramps between them cut into stages, exactly.
+"""The weights of a mixture at every step: points, and ramps between as stages; where these end.
 
 step   a training step, the number of a batch from 0: with batches of `n` rows, step `s` holds rows
        `s * n` to `(s + 1) * n`

@@ -1,4 +1,4 @@
-"""FileRef: a file and its identity; formats by extension, order of names, errors if it changed."""
+"""FileRef: a file and its identity; which files of a folder count, formats, errors on a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules for single keys of another tool's config: optimizer, preferences (`rl`), adapters."""
+"""Rules for single keys of other tools' configs: optimizer, preferences, adapters, when to save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cursor and Deal: a stream's share of a dataset, read forward by chunks; its place and its counts.
+"""Cursor and Deal: a stream's share of a dataset, by estimated sizes, read by chunks; its counts.
 
 entry  a range of rows of one shard, or a whole file whose rows can only be found by reading on;
        every pass permutes the entries anew

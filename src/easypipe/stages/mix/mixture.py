@@ -1,4 +1,4 @@
-"""Mixture and PlannedSource: weighted datasets, their common tokenizer, and the plans over them.
+"""Mixture and PlannedSource: weighted datasets, their common tokenizer and padding id, their plans.
 
 Nothing is tokenized before a plan is asked for.
 """

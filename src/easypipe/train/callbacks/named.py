@@ -1,4 +1,4 @@
-"""Callbacks by name (heartbeat file, early stopping, profiler ...), and the metrics there are."""
+"""Callbacks by name (heartbeat, early stopping, best checkpoints ...), and which metrics exist."""
 
 from __future__ import annotations
 
