@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 
 from chat_support import talk
 from easypipe.cli import main
+from easypipe.cli.show import console
 from easypipe.core.config import to_dict
 from pipelines import config, jsonl, tokenizer
 from told import assert_told
@@ -61,9 +63,11 @@ class Said:
 @pytest.fixture
 def said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Said:
+) -> Iterator[Said]:
     monkeypatch.setenv("COLUMNS", "120")
-    return Said(tmp_path, capsys)
+    console.cache_clear()  # which keeps the width that it began with
+    yield Said(tmp_path, capsys)
+    console.cache_clear()
 
 
 @pytest.fixture

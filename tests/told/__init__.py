@@ -8,6 +8,7 @@ that nobody thought of.
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
@@ -25,4 +26,5 @@ def assert_told(name: str, text: str, **unlike: object) -> None:
     path = Path(__file__).with_name(f"{name}.txt")
     if os.environ.get("EASYPIPE_TOLD") == "write":
         path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+    kept = path.read_text(encoding="utf-8")
+    assert text == kept, "\n".join(difflib.unified_diff(kept.split("\n"), text.split("\n"), n=1))

@@ -229,8 +229,8 @@ def test_the_report_tells_of_the_changes(copied: Path) -> None:
     assert command(["report", str(copied / "out")]) == 0
     page = re.sub(r"<[^>]+>", " ", (copied / "out" / "report.html").read_text())
     for words in (
-        r"from step 7\s+loader\.batch_size\s+was 4, is 8",
-        r"from step 10\s+data\.mix\.weights\.a\s+was 0\.5, is 0\.9",
+        r"after step 6\s+loader\.batch_size\s+was 4, is 8",
+        r"after step 9\s+data\.mix\.weights\.a\s+was 0\.5, is 0\.9",
     ):
         assert re.search(words, page)
     (copied / "out" / "changes.json").unlink()
