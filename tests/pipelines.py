@@ -10,7 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from easypipe import DatasetConfig, PipelineConfig
+from easypipe.core.config import to_dict
 from easypipe.transforms.tokenizer.bpe import train_bpe
 
 WORDS = [
@@ -83,3 +86,15 @@ def config(folder: Path, **options: Any) -> PipelineConfig:
         options.pop("datasets") if "datasets" in options else two_datasets(folder / "data")
     )
     return PipelineConfig(**(values | options))
+
+
+def mixed_file(folder: Path) -> Path:
+    """Writes the config of a pipeline that mixes, packs and saves both datasets."""
+    values = to_dict(config(folder)) | {
+        "mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"},
+        "pack": {"seq_length": 64},
+        "save": {"output_dir": str(folder / "out")},
+    }
+    path = folder / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path

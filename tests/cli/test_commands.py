@@ -18,24 +18,15 @@ import yaml
 
 from easypipe import ConfigError, __version__
 from easypipe.cli import main
-from easypipe.core.config import to_dict
 from easypipe.core.errors import LedgerError
 from easypipe.save.saved import MANIFEST
-from pipelines import config, tokenizer
+from pipelines import mixed_file, tokenizer
 from web import web_server
 
 
 @pytest.fixture
 def pipeline_yaml(tmp_path: Path) -> Path:
-    values = to_dict(config(tmp_path))
-    values |= {
-        "mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"},
-        "pack": {"seq_length": 64},
-        "save": {"output_dir": str(tmp_path / "out")},
-    }
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
+    return mixed_file(tmp_path)
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,7 @@ import yaml
 from chat_support import talk
 from easypipe.cli import main
 from easypipe.cli.show import console
-from easypipe.core.config import to_dict
-from pipelines import config, jsonl, tokenizer
+from pipelines import jsonl, mixed_file, tokenizer
 from told import assert_told
 
 # what differs from run to run and from machine to machine: the log, times, speeds, sizes, digests
@@ -72,14 +71,7 @@ def said(
 
 @pytest.fixture
 def pipeline_yaml(tmp_path: Path) -> Path:
-    values = to_dict(config(tmp_path)) | {
-        "mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"},
-        "pack": {"seq_length": 64},
-        "save": {"output_dir": str(tmp_path / "out")},
-    }
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
+    return mixed_file(tmp_path)
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from easypipe.core.errors import StallError
 from easypipe.transforms.chat.sandbox import Json, Row
-from easypipe.transforms.chat.spans import Rendered
-from easypipe.transforms.chat.worker import LAST
+from easypipe.transforms.chat.spans import LAST, Rendered
 from easypipe.transforms.refused import Refused
 
 BATCH_ROWS = 64  # the most conversations of one request

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # what follows the text: nothing, an EOS that the loss does not see, an EOS as a target
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2
+LAST, MORE = b".", b"+"  # how frames of answers begin: the last of a request, or not
 # keys by which a message says whether it is trained; 0 or 1, as OpenAI's files have it
 FLAG, WEIGHT = "train", "weight"
 # The key by which a message says which of its characters are trained, as axolotl's

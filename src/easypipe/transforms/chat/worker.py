@@ -36,7 +36,7 @@ from easypipe.transforms.chat.sandbox import (
     as_given,
 )
 from easypipe.transforms.chat.sentinels import UnprovenError, forms_of, unused_stem
-from easypipe.transforms.chat.spans import MASKED_END, TRAINED_END, Rendered, Spans
+from easypipe.transforms.chat.spans import LAST, MASKED_END, MORE, TRAINED_END, Rendered, Spans
 from easypipe.transforms.refused import BEYOND_LIMITS, UNPRINTED_REASONING
 
 # processor time of one conversation; SIGPROF ends the process, even in the middle of a call into C
@@ -45,7 +45,6 @@ MEMORY_BYTES = 1 << 30
 MOST_KINDS = 256  # so many different chat_template_kwargs have their ends of turns remembered
 # after so many characters of texts, answers are sent although there are more rows
 ANSWER_CHARACTERS = 1 << 20
-LAST, MORE = b".", b"+"
 
 
 def main() -> None:
