@@ -5,14 +5,12 @@ about them is that of the table.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bad_input import KINDS
 from bad_input.case import Case, expect, try_out, warm_up
 from bad_input.page import PAGE, cell
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 from fuzz import TARGETS, Hunt
 
 CASES = [
@@ -54,38 +52,3 @@ def test_no_case_stands_twice() -> None:
     for cases in KINDS.values():
         names = [case.what for case in cases]
         assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]
-
-
-def test_a_panic_while_encoding_names_the_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A panic of the tokenizers library is not an Exception; the text that it fails on is named."""
-
-    class PanicError(BaseException):
-        pass
-
-    class Failing:
-        def __init__(self, reference: Any) -> None:
-            self.reference = reference
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.reference, name)
-
-        def encode_batch_fast(self, texts: list[str], **options: bool) -> Any:
-            if any(text.startswith("1 7 ") for text in texts):
-                raise PanicError("index out of range")
-            return self.reference.encode_batch_fast(texts, **options)
-
-    made = Tokenizer.__init__
-
-    def make(self: Tokenizer, *given: Any) -> None:
-        made(self, *given)
-        self._reference = Failing(self._reference)  # type: ignore[assignment]
-
-    monkeypatch.setattr(Tokenizer, "__init__", make)
-    case = Case(
-        "a panic",
-        "tokenizer/tokenizer.json: '1 7 … cannot be encoded: index out of range … row 7 … data.jsonl",
-        options={"default_tokenizer": {"name_or_path": "tokenizer", "backend": "tokenizers"}},
-    )
-    expect(case, try_out(case, tmp_path.resolve()))

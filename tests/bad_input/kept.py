@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,29 +177,55 @@ TOKENIZERS = [
 
 
 UNKNOWN = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "<e>": 2}, "unk_token": "<unk>"}
-TOKENIZERS.append(
-    Case(
+WORDS = UNKNOWN | {"vocab": {"a": 0, "b": 1, "<e>": 2, "<unk>": 3}}
+
+
+def word_level(what: str, says: str | None, on_error: str = "error", **changes: Any) -> Case:
+    """A tokenizer of a few words, otherwise than that of the tests, for a few rows."""
+    parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    whole = {"version": "1.0", "added_tokens": [], "model": WORDS} | dict.fromkeys(parts) | changes
+    files = {
+        FILE: json.dumps(whole),
+        "tokenizer/tokenizer_config.json": '{"eos_token": "<e>"}',
+        "data.jsonl": lines([{"text": text} for text in ("a", "b a", "a" * 40 + "b", "a")]),
+    }
+    return Case(what, says, files=files, options={"datasets.0.on_error": on_error})
+
+
+WHITESPACE = {"type": "Whitespace"}
+GIVES_UP = {
+    "type": "Split",
+    "pattern": {"Regex": "(a+)+$"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+REFUSED = "data.jsonl, row 2, column 'text': refused_by_tokenizer: 'aaa … cannot be encoded: "
+NO_CHARSMAP = base64.b64encode(struct.pack("<I", 1024) + b"\xff" * 1024 + b"abc\0").decode()
+PREFIXED = {"type": "BPE", "vocab": {"a": 0, "é": 1}, "continuing_subword_prefix": "x"}
+TOKENIZERS += [
+    word_level(
         "a word that the tokenizer refuses to encode",
-        "tokenizer/tokenizer.json: cannot be used: WordLevel error",
-        files={
-            FILE: json.dumps(
-                {
-                    "version": "1.0",
-                    "truncation": None,
-                    "padding": None,
-                    "added_tokens": [],
-                    "normalizer": None,
-                    "pre_tokenizer": {"type": "Whitespace"},
-                    "post_processor": None,
-                    "decoder": None,
-                    "model": UNKNOWN,
-                }
-            ),
-            "tokenizer/tokenizer_config.json": '{"eos_token": "<e>"}',
-            "data.jsonl": lines([{"text": "a"}, {"text": "b a"}, {"text": "zebra"}, {"text": "a"}]),
-        },
-    )
-)
+        f"{FILE}: cannot be used: WordLevel error",
+        pre_tokenizer=WHITESPACE,
+        model=UNKNOWN,
+    ),
+    word_level(
+        "a row at which the tokenizer's pattern gives up",
+        REFUSED + "Onig: Regex search error: retry-limit",
+        pre_tokenizer=GIVES_UP,
+    ),
+    word_level("such a row that is put in quarantine", None, "quarantine", pre_tokenizer=GIVES_UP),
+    word_level(
+        "a normalizer that points outside its table",
+        f"{FILE}: cannot be used: index out of bounds",
+        normalizer={"type": "Precompiled", "precompiled_charsmap": NO_CHARSMAP},
+    ),
+    word_level(
+        "a merge at which the tokenizer's library ends the process",
+        f"{FILE}, model.merges: 'é' does not begin with the prefix",
+        model=PREFIXED | {"merges": [["a", "é"]]},
+    ),
+]
 
 
 # Caches

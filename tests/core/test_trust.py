@@ -140,15 +140,19 @@ def test_own_headers_follow_no_redirect_to_another_origin() -> None:
             server.files["/a.jsonl"] = b'{"text": "x"}\n'
         for path, there in (("/same", first), ("/other", other)):
             first.denied[path] = (302, {"Location": f"{there.url}/a.jsonl"})
-        options = {"headers": {"X-Api-Key": "sesame", "PRIVATE-TOKEN": "opens"}}
+        options = {
+            "headers": {"X-Api-Key": "sesame", "PRIVATE-TOKEN": "opens"},
+            "client_kwargs": {"cookies": {"session": "lets-in"}},
+        }
         for path in ("/same", "/other"):
             assert storage.size_of(first.url + path, options) == 14
             assert storage.read_range(first.url + path, 2, 6, options) == b"text"
             assert storage.read_bytes(first.url + path, options) == b'{"text": "x"}\n'
         assert {headers.get("X-Api-Key") for headers in first.headers} == {"sesame"}
         assert {headers.get("PRIVATE-TOKEN") for headers in first.headers} == {"opens"}
+        assert {headers.get("Cookie") for headers in first.headers} == {"session=lets-in"}
         assert other.headers
-        assert not any({"X-Api-Key", "PRIVATE-TOKEN"} & {*got} for got in other.headers)
+        assert not any({"X-Api-Key", "PRIVATE-TOKEN", "Cookie"} & {*got} for got in other.headers)
         assert {"Range"} & {*other.headers[0]}
 
 

@@ -22,7 +22,7 @@ from easypipe.stages.tokenize.token_rows import (
     sample_of,
 )
 from easypipe.transforms.tokenizer import fast
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, UnencodableError
 from strategies import examples
 from token_support import small_tokenizer
 
@@ -83,6 +83,19 @@ def test_wrong_tokens_of_a_huge_document_are_found(
         return offsets, ids
 
     monkeypatch.setattr(fast.FastEngine, "encode", wrong)
+    with pytest.raises(TokenizerError, match="does not give the tokens of `tokenizers`"):
+        encode_texts(long_text(), tokenizer, batch_size=8, at="a", audit_key="k")
+
+
+def test_what_the_reference_alone_refuses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = small_tokenizer()
+    assert tokenizer.backend.name == "gigatoken"
+
+    def refuses(self: Any, *_: Any, **__: Any) -> Any:
+        raise UnencodableError(at="a", problem="it panics", fix="None.")
+
+    for name in ("reference_encode", "encode_with_characters"):
+        monkeypatch.setattr(Tokenizer, name, refuses)
     with pytest.raises(TokenizerError, match="does not give the tokens of `tokenizers`"):
         encode_texts(long_text(), tokenizer, batch_size=8, at="a", audit_key="k")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig
+from easypipe import (
+    DatasetConfig,
+    LoadStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    PromptConfig,
+)
 from easypipe.cache import bad_rows
 from easypipe.cache.bad_rows import ErrorBudget
 from easypipe.cache.folder import CacheFolder
@@ -19,6 +27,7 @@ from easypipe.cache.manifest import Counts, Part
 from easypipe.cache.ranges import Record
 from easypipe.core.errors import BudgetError, ConfigError, SourceError
 from easypipe.core.protocols import Reject
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.memory import InMemoryShardedSource
 from pipelines import tokenizer
 from strategies import examples
@@ -189,3 +198,42 @@ def test_packed_rows_have_no_policy_for_bad_ones(
         chain(**options).load({"batch_size": 2})
     loader = chain(on_error="skip").load({"batch_size": 2}).build()
     assert sum(len(batch["input_ids"]) for batch in loader) == 4
+
+
+@pytest.mark.parametrize("kind", ["text", "trained", "pairs"])
+def test_a_row_at_which_the_tokenizer_panics_leaves_the_others_as_they_are(
+    tmp_path: Path, kind: str
+) -> None:
+    """`tokenizers` panics where its pattern gives up; a panic is not an Exception."""
+    folder = Path(shutil.copytree(tokenizer(), tmp_path / "tokenizer"))
+    values = json.loads((folder / "tokenizer.json").read_text())
+    gives_up = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    values["pre_tokenizer"] = gives_up | {"invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    options: dict[str, Any] = {
+        "text": {"content_field": "completion"},
+        "trained": {"prompt": PromptConfig(format_type="prompt_completion")},
+        "pairs": {
+            "prompt": PromptConfig(format_type="prompt_completion", rejected_column="rejected")
+        },
+    }[kind]
+
+    def tokens(rows: list[dict[str, str]], cache: str, on_error: str = "error") -> Any:
+        dataset = DatasetConfig(
+            name="d", data_files=rows, tokenizer=str(folder), on_error=on_error, **options
+        )
+        config = PipelineConfig(datasets=[dataset], cache_dir=tmp_path / cache)
+        pipeline = Pipeline.from_config(config).source().tokenize()
+        pipeline.prepare()
+        source = pipeline.get_data()["d"]
+        batch = source.read(0, 0, source.shards[0].num_rows)
+        return batch.drop_columns([ROW_NUMBER]), pipeline.ledger().find("tokenize", "d", "rows").out
+
+    good = [{"prompt": f"{n} ", "completion": f"{n} 1 2", "rejected": f"{n} 3"} for n in range(9)]
+    bad = {"prompt": "1 ", "completion": "a" * 40 + "b", "rejected": "2"}
+    mixed = [*good[:4], bad, *good[4:]]
+    with pytest.raises(SourceError, match=r"row 4.*: refused_by_tokenizer: .*cannot be encoded"):
+        tokens(mixed, "error")
+    kept, counts = tokens(mixed, "skip", "skip")
+    assert counts == {"written": 9, "refused_by_tokenizer": 1}
+    assert kept.equals(tokens(good, "good")[0])

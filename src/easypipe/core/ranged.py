@@ -60,6 +60,10 @@ async def _client(**options: Any) -> ClientSession:
             for name in {name.lower() for name in asked.headers} - _FOLLOWING:
                 asked.headers.popall(name, None)
 
+    # as a header, since the client's own cookies go to every server
+    if cookies := options.pop("cookies", None):
+        said = "; ".join(f"{name}={value}" for name, value in dict(cookies).items())
+        options["headers"] = {**(options.get("headers") or {}), "Cookie": said}
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(redirected)
     return aiohttp.ClientSession(

@@ -12,6 +12,7 @@ EMPTY = "empty"  # the text has no characters, or white space alone
 TOO_LONG = "too_long"
 # the template took more time, memory or characters than a row may take
 BEYOND_LIMITS = "beyond_limits"
+REFUSED_BY_TOKENIZER = "refused_by_tokenizer"  # it raises an error, or panics, at the text
 # the option `reasoning` has no effect, since the chat template never prints reasoning
 UNPRINTED_REASONING = "unprinted_reasoning"
 # such rows are dropped and counted; they are no errors
@@ -23,6 +24,7 @@ _ADVICE = {
     BEYOND_LIMITS: "Leave such rows out, cut them before, or give a simpler chat_template",
     UNPRINTED_REASONING: "Give a chat_template that prints it, or leave 'reasoning' out",
     "refused_by_template": "Give a chat_template that takes such conversations",
+    REFUSED_BY_TOKENIZER: "Leave such rows out, or give a tokenizer that takes them",
     "rejected_answer": "Leave such rows out, for example with a filter on that column",
     TOO_LONG: "Raise max_length, or choose another length.policy",
     "not_held_out": "Hold out a larger fraction of so few rows, or hold them out by another seed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,11 +20,11 @@ from easypipe.core.schema import offsets_of, token_dtype
 from easypipe.core.text import bytes_of
 from easypipe.core.values import Bools, Int64, UInt8
 from easypipe.stages.tokenize.text_rows import Texts
-from easypipe.transforms.refused import NOTHING_TO_TRAIN, TOO_LONG, Refused
+from easypipe.transforms.refused import NOTHING_TO_TRAIN, REFUSED_BY_TOKENIZER, TOO_LONG, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths, Shaped, shape
 from easypipe.transforms.tokenizer.masked import NO_END, encode_masked, has_target
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Tokens
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, UnencodableError
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
 AUDITED_ROWS = 64  # the most texts of one range that are checked
@@ -67,11 +68,11 @@ def encode_texts(
         TokenizerError: The fast backend differs from the reference.
         SourceError: A text has more than 2^31 tokens.
     """
-    made = _encoded(texts, tokenizer, batch_size, raw=raw, whole=lengths is not None)
+    made, failed = _encoded(texts, tokenizer, batch_size, raw=raw, whole=lengths is not None)
     _require_short(made, texts, at)
     if audit_key is not None and tokenizer.encodes_fast(texts.texts):
         _audit(texts, made, tokenizer, audit_key, at, raw=raw, whole=lengths is not None)
-    rejects = _rejected(texts, made, tokenizer)
+    rejects = _rejected(texts, made, tokenizer) | failed
     kept = np.ones(len(texts.rows), np.bool_)
     kept[list(rejects)] = False
     refused = [rejects[i] for i in sorted(rejects)]
@@ -159,10 +160,17 @@ def _batch(
 
 def _encoded(
     texts: Texts, tokenizer: Tokenizer, batch_size: int, *, raw: bool, whole: bool
-) -> EncodedTexts:
-    """Encodes the texts in calls of bounded size."""
+) -> tuple[EncodedTexts, dict[int, Reject]]:
+    """Encodes the texts in calls of bounded size.
+
+    Returns:
+        (all texts, which have no token where the tokenizer refuses them; why, by their numbers).
+    """
     found: list[EncodedTexts] = []
-    for first, last in itertools.pairwise(_edges(texts, batch_size)):
+    failed: dict[int, Reject] = {}
+    calls = deque(itertools.pairwise(_edges(texts, batch_size)))
+    while calls:
+        first, last = calls.popleft()
         some = texts.texts.slice(first, last - first)
         try:
             if texts.spans is None or texts.ends is None:
@@ -170,12 +178,14 @@ def _encoded(
             else:
                 spans, ends = texts.spans[first:last], texts.ends[first:last].tolist()
                 found.append(encode_masked(tokenizer, some, spans, ends, raw=raw, whole=whole))
-        except TokenizerError as error:
+        except UnencodableError as error:
             if last - first > 1:  # one by one, to find which text it is
-                return _encoded(texts, tokenizer, 1, raw=raw, whole=whole)
-            error.add_note(f"row {texts.rows[first]}")
-            raise
-    return EncodedTexts.joined(found, np.dtype(token_dtype(tokenizer.vocab_size)))
+                calls.extendleft((i, i + 1) for i in reversed(range(first, last)))
+                continue
+            refused = Refused(REFUSED_BY_TOKENIZER, error.problem)
+            failed[first] = refused.of_row(int(texts.rows[first]))
+            found.append(EncodedTexts.empty(masked=texts.spans is not None))
+    return EncodedTexts.joined(found, np.dtype(token_dtype(tokenizer.vocab_size))), failed
 
 
 def _rejected(texts: Texts, made: EncodedTexts, tokenizer: Tokenizer) -> dict[int, Reject]:
@@ -314,10 +324,14 @@ def _audit(
         mask = None if made.mask is None else made.mask[here]
         stored = Tokens(np.array([0, here.stop - here.start]), made.ids[here], mask)
         pieces = _pieces(texts, i, key)
-        if pieces and _agree(pieces, spans, stored.ids, tokenizer, raw=raw):
-            continue
         text = texts.texts.slice(i, 1)
-        if not _equal(stored, _again(text, spans, ends, tokenizer, raw, whole, reference=True)):
+        try:
+            equal = (pieces and _agree(pieces, spans, stored.ids, tokenizer, raw=raw)) or _equal(
+                stored, _again(text, spans, ends, tokenizer, raw, whole, reference=True)
+            )
+        except UnencodableError:
+            equal = not stored.ids.size  # refused before, too
+        if not equal:
             raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))
 
 

@@ -121,6 +121,12 @@ class EncodedTexts(NamedTuple):
     special: Int64
 
     @classmethod
+    def empty(cls, *, masked: bool) -> Self:
+        """Returns one document without tokens, with an empty mask if it is `masked`."""
+        none, mask = np.zeros(1, np.int64), np.zeros(0, np.uint8) if masked else None
+        return cls(np.zeros(2, np.int64), np.zeros(0, np.uint8), mask, none, none, none, none)
+
+    @classmethod
     def joined(cls, parts: Sequence[EncodedTexts], dtype: np.dtype[np.unsignedinteger]) -> Self:
         """Concatenates the documents of all parts, of which there is at least one."""
         offsets, ids, masks, *others = zip(*parts, strict=True)

@@ -124,10 +124,6 @@ class SpecialStrings:
             found[i] += max(0, self._unknown_in(old) - self._unknown_in(others[i][0]))
         return tokens.replaced(others), found
 
-    def encode_escaped(self, text: str) -> list[int]:
-        """Returns the tokens of a text in which special strings are ordinary text."""
-        return self.escaped.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
     def look(self, offsets: Int64, ids: Ids) -> tuple[Int64, Bools]:
         """Looks for special ids among the tokens of texts.
 

@@ -61,6 +61,8 @@ _PROBES = ("a", "Hello world", "1 2", "x\ny")
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 MOST_IDS = 1 << 24  # The largest vocabulary: tables over it take 16 bytes an id and more.
 _ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
+_WITHIN = [bytes([byte]) for byte in range(0x80, 0xC0)]  # bytes of UTF-8 that begin no character
+_PREFIXED = re.compile(r'"continuing_subword_prefix"\s*:\s*"(?!")')
 _ADDED_IDS = re.compile(r'"id"\s*:\s*(\d{8,})')
 # Texts of at most so many bytes go to the reference: a call of gigatoken costs 0.4 to 4 ms,
 # depending on its vocabulary, and the reference takes 0.4 to 0.7 ms for a thousand bytes.
@@ -96,15 +98,19 @@ def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
         return Tokenizer(config, files)
 
 
+class UnencodableError(TokenizerError):
+    """A text that the libraries refuse to encode, or at which they panic."""
+
+
 @contextlib.contextmanager
-def _failing(at: str, problem: str) -> Generator[None]:
-    """Turns what the libraries raise into a TokenizerError; a Rust panic is not an Exception."""
+def _failing(at: str, problem: str, kind: type[TokenizerError] = TokenizerError) -> Generator[None]:
+    """Turns what the libraries raise into a `kind`; a Rust panic is not an Exception."""
     try:
         yield
     except (EasypipeError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        raise TokenizerError(
+        raise kind(
             at=at,
             problem=f"{problem}: {error}",
             fix="Give the tokenizer.json and tokenizer_config.json that transformers wrote.",
@@ -186,7 +192,7 @@ class Tokenizer:
         _, engine = self._decide()
         if engine is not None:
             column = sample.cast(pa.large_string())
-            verdict = proof.prove(engine, self._plain, column, f"texts of {of}")
+            verdict = self._compared(engine, column, f"texts of {of}")
             if not verdict.equal:
                 with self._lock:
                     proof.remember(self._memo, self.fingerprint, verdict)
@@ -233,6 +239,7 @@ class Tokenizer:
 
         Raises:
             TokenizerError: The column has nulls.
+            UnencodableError: A text cannot be encoded.
         """
         column = texts.cast(pa.large_string())
         if column.null_count:
@@ -243,13 +250,15 @@ class Tokenizer:
             )
         engine = None if self.by_reference(column) else self._decide()[1]
         offsets, wide = (
-            engine.encode(column) if engine is not None else self._encode_reference(column)
+            self._fast(engine, column) if engine is not None else self._encode_reference(column)
         )
         # narrowed at once, since what follows then reads half the bytes
         ids = wide.astype(token_dtype(self.vocab_size), copy=False)
         del wide
         tokens, special = self.special.settle(
-            column, Tokens(offsets, ids), lambda text, _: (self.special.encode_escaped(text), None)
+            column,
+            Tokens(offsets, ids),
+            lambda text, _: (self._reference_batch([text], escaped=True)[0].ids, None),
         )
         cut = np.zeros(len(column), np.int64)
         if not whole and self.content_limit is not None:
@@ -266,15 +275,16 @@ class Tokenizer:
             whole: Whether max_length cuts nothing.
         """
         reference = self.special.escaped if self.special.policy == "escape" else self._reference
-        # encode_batch_fast computes no offsets
-        ids = reference.encode_batch_fast(
-            [text], add_special_tokens=self.config.add_special_tokens
-        )[0].ids
-        limit = None if whole else self.content_limit
-        if limit is not None and len(ids) > limit + self.specials_per_text:
-            content = reference.encode(text, add_special_tokens=False).ids[:limit]
-            return [*self._prefix, *content, *self._suffix]
-        return ids
+        with self._naming(text):
+            # encode_batch_fast computes no offsets
+            ids = reference.encode_batch_fast(
+                [text], add_special_tokens=self.config.add_special_tokens
+            )[0].ids
+            limit = None if whole else self.content_limit
+            if limit is not None and len(ids) > limit + self.specials_per_text:
+                content = reference.encode(text, add_special_tokens=False).ids[:limit]
+                return [*self._prefix, *content, *self._suffix]
+            return ids
 
     def encode_with_characters(
         self, texts: Sequence[str], *, escaped: bool = False
@@ -307,7 +317,7 @@ class Tokenizer:
         """
         engine = None if self.by_reference(column) else self._decide()[1]
         pieces = None if engine is None else token_bytes(self._definition)
-        return None if engine is None or pieces is None else (*engine.encode(column), pieces)
+        return None if engine is None or pieces is None else (*self._fast(engine, column), pieces)
 
     def text_bytes(self) -> Int32 | None:
         """Returns Int32[vocabulary]: how many bytes of text each token is, 0 if it is special.
@@ -390,7 +400,7 @@ class Tokenizer:
         if verdict is None and engine is not None:
             added = self._reference.get_added_tokens_decoder()
             hostile = proof.torture([added[i].content for i in sorted(added)])
-            verdict = proof.prove(engine, self._plain, hostile, "hostile texts")
+            verdict = self._compared(engine, hostile, "hostile texts")
             proof.remember(self._memo, self.fingerprint, verdict)
         assert verdict is not None
         if not verdict.equal:
@@ -413,6 +423,24 @@ class Tokenizer:
         logger.log(level, "tokenizer %s: %s", self.name, backend)
         return backend, None
 
+    def _compared(self, engine: FastEngine, texts: pa.LargeStringArray, kind: str) -> Verdict:
+        """Returns whether gigatoken equals the reference on texts, all of which both can encode."""
+        try:
+            with self._naming(kind):
+                return proof.prove(engine, self._plain, texts, kind)
+        except UnencodableError as error:
+            return Verdict(False, f"gigatoken {fast_version()} cannot be checked: {error.problem}")
+
+    def _naming(self, text: str) -> contextlib.AbstractContextManager[None]:
+        """Makes what the libraries raise while they encode `text` an UnencodableError."""
+        return _failing(self.origin, f"{text[:60]!r} cannot be encoded", UnencodableError)
+
+    def _fast(
+        self, engine: FastEngine, column: pa.LargeStringArray
+    ) -> tuple[Int64, NDArray[np.uint32]]:
+        with self._naming(column[0].as_py() if len(column) else ""):
+            return engine.encode(column)
+
     def _plain(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._reference_batch(texts)]
 
@@ -421,8 +449,7 @@ class Tokenizer:
     ) -> list[Encoding]:
         reference = self.special.escaped if escaped else self._reference
         encode = reference.encode_batch if offsets else reference.encode_batch_fast
-        first = texts[0][:60] if texts else ""
-        with _failing(self.origin, f"{first!r} cannot be encoded"):
+        with self._naming(texts[0] if texts else ""):
             return encode(texts, add_special_tokens=False)
 
     def _encode_reference(self, column: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint32]]:
@@ -497,6 +524,7 @@ def _load_reference(
     """
     import tokenizers
 
+    _check_merges(definition, origin)
     try:
         reference = tokenizers.Tokenizer.from_str(definition)
     except (KeyboardInterrupt, SystemExit):
@@ -525,6 +553,27 @@ def _load_reference(
             fix="Set model.dropout to null in the file.",
         )
     return reference, definition, _vocab_size(reference, definition, origin)
+
+
+def _check_merges(definition: str, origin: str) -> None:
+    """Raises TokenizerError for a merge whose second piece is cut within a character.
+
+    `tokenizers` cuts the bytes of the prefix off it, and ends the process there.
+    """
+    if not _PREFIXED.search(definition):
+        return
+    cut_within: list[str] = []
+    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        model = json.loads(definition)["model"]
+        cut = len(model["continuing_subword_prefix"].encode())
+        pairs = (one.split(" ") if isinstance(one, str) else one for one in model["merges"])
+        cut_within = [two for _, two in pairs if two.encode()[cut:][:1] in _WITHIN]
+    if cut_within:
+        raise TokenizerError(
+            at=f"{origin}, model.merges",
+            problem=f"{cut_within[0]!r} does not begin with the prefix of continuing pieces",
+            fix="Correct the merge.",
+        )
 
 
 def _check_added(reference: Reference, definition: str, origin: str) -> None:
