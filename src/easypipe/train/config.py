@@ -36,13 +36,16 @@ class LossConfig:
     """Cross entropy over packed rows, with z-loss, label smoothing and the size of its pieces."""
 
     z_loss: float = 0.0  # weight of the squared log-partition (PaLM); keeps logits near zero
-    # share of every target that is spread evenly over the vocabulary; `nll` is without it
+    # share of every target that is spread evenly over the vocabulary; the metric `nll` is measured
+    # without it
     label_smoothing: float = 0.0
-    # None: the fastest one that is tested for the device
+    # None takes the fastest one that is tested on the device
     implementation: Literal["reference", "chunked", "pallas_tpu", "pallas_gpu"] | None = None
-    # fast: the logits of chunk_size tokens at a time; strict: those of a tile, with more work
+    # `fast` computes the logits of chunk_size tokens at a time; `strict` those of one tile at a
+    # time, with more work
     rule: Literal["fast", "strict"] | None = None
-    # tokens whose logits exist at a time, per device; None: 4096 on TPU and CUDA, 1024 elsewhere
+    # tokens whose logits exist at a time, on each device; None means 4096 on TPU and CUDA, 1024
+    # elsewhere
     chunk_size: int | None = None
 
     def check(self) -> None:
@@ -97,17 +100,20 @@ class PreferenceConfig:
     and apo_zero_unpaired a verdict on each answer (`desirable_column`).
     """
 
-    # by its name in TRL: sigmoid is DPO; reward trains a reward model (a head of one number)
+    # the loss, by its name in TRL: `sigmoid` is DPO; `reward` trains a reward model (a head of one
+    # number)
     loss: PreferenceLoss = "sigmoid"
-    # how closely the model is held to its reference: a smaller value lets it go further; orpo:
-    # weight of the odds beside the chosen answer's own loss
+    # how closely the model is held to its reference: a smaller value lets it go further; for orpo,
+    # the weight of the odds ratio beside the loss of the chosen answer
     beta: float = 0.1
-    label_smoothing: float = 0.0  # the share of preferences that is assumed wrong
-    margin: float | None = None  # simpo: by how much the chosen answer must win; None: 0.5
-    desirable_weight: float = 1.0  # kto, apo_zero_unpaired: weight of the desirable answers
-    undesirable_weight: float = 1.0  # the same of the others
-    # initial: the model before training (its trained parameters are kept a second time); cached:
-    # its log-probs of all data, computed before the first step and cached; none: no reference
+    label_smoothing: float = 0.0  # the share of preferences that are assumed to be wrong
+    margin: float | None = None  # for simpo, by how much the chosen answer must win; None means 0.5
+    desirable_weight: float = 1.0  # for kto and apo_zero_unpaired, the weight of desirable answers
+    # for kto and apo_zero_unpaired, the weight of undesirable answers
+    undesirable_weight: float = 1.0
+    # what answers are compared to: `initial` is the model before training, whose trained parameters
+    # are kept a second time; `cached` computes its log-probabilities of all data before the first
+    # step, and caches them; `none` compares to no model
     reference: Literal["initial", "cached", "none"] = "initial"
 
     @property
@@ -175,9 +181,11 @@ class DistillConfig:
     label alone.
     """
 
-    weight: float = 0.5  # of the divergence from the teacher; the label's loss has the rest of 1
+    # weight of the divergence from the teacher; the label's loss has the weight 1 - weight
+    weight: float = 0.5
     ids: str = "teacher_ids"  # the column of the teacher's tokens
-    log_probs: str = "teacher_log_probs"  # the column of their log-probs, in nats
+    # the column of the teacher's log-probabilities of them, in nats
+    log_probs: str = "teacher_log_probs"
 
     def check(self) -> None:
         require(
@@ -201,9 +209,9 @@ class CheckpointConfig:
     The last step is always saved.
     """
 
-    # steps between checkpoints; None: only at the end and when stopped by a signal
+    # steps between checkpoints; None saves only at the end, and when a signal stops the run
     every: int | None = 500
-    keep: int = 2  # newest checkpoints kept; older ones are deleted
+    keep: int = 2  # how many of the newest checkpoints are kept; older ones are deleted
 
     def check(self) -> None:
         check_at_least(self, 1, "every", "keep")
@@ -219,11 +227,12 @@ class SpikeConfig:
     since that checkpoint are skipped; rollbacks.jsonl names their documents.
     """
 
-    # good steps that define the usual loss; no step is judged before there are so many
+    # how many good steps define the usual loss; no step is judged before there are so many
     window: int = 128
-    threshold: float = 10.0  # standard deviations above the median at which a step is bad
-    patience: int = 3  # bad steps in succession before the run goes back
-    max_rollbacks: int = 5  # rollbacks of a run; at one more the run stops
+    # a step is bad if its loss is this many standard deviations above the median
+    threshold: float = 10.0
+    patience: int = 3  # how many bad steps in succession make the run go back
+    max_rollbacks: int = 5  # how often the run may go back; the next time, it stops instead
 
     def check(self) -> None:
         check_at_least(self, 2, "window")
@@ -241,51 +250,55 @@ class TrainingConfig:
     """
 
     output_dir: str | Path = "run"  # the folder that the run writes to
-    # optimizer steps; None: the number of batches of the loader, or of `epochs`
+    # optimizer steps; None takes the number of batches of the loader, or of `epochs`
     steps: int | None = None
-    # passes over the data; sets the loader's number too; None: the loader's
+    # passes over the data, in place of the loader's own number; None keeps the loader's
     epochs: int | None = None
-    # rows of a batch; sets the loader's number too; None: the loader's
+    # rows of a batch, in place of the loader's own number; None keeps the loader's
     batch_size: int | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     preference: PreferenceConfig | None = None  # train on pairs of answers instead of next tokens
-    distill: DistillConfig | None = None  # draw the model to a teacher whose log-probs the data has
+    # train on the distribution of a teacher too, whose log-probabilities the data holds
+    distill: DistillConfig | None = None
     # a weight for each class of a classifier, in the order of their numbers: loss and nll are means
-    # by them, as in torch's CrossEntropyLoss(weight=...); None: all alike
+    # by these weights, as in torch's CrossEntropyLoss(weight=...); None weighs all classes alike
     class_weights: ListOf[float] | None = None
-    # noise on the embeddings while training (NEFTune): its largest value is this, divided by the
-    # root of the document's tokens times the width; 5 is usual
+    # add noise to the embeddings while training (NEFTune). Its largest value is neftune_alpha
+    # divided by the root of (tokens of the document x width); 5 is usual, None adds none
     neftune_alpha: float | None = None
-    # train low-rank adapters only; None: train the model's own parameters
+    # train only low-rank adapters; None trains the model's own parameters
     lora: LoraConfig | None = None
-    # a preset (dp, fsdp, zero1, tp, hybrid), or devices along data, fsdp, sequence, tensor: see
-    # MeshConfig
+    # a preset (dp, fsdp, zero1, tp, hybrid), or the devices along data, fsdp, sequence and tensor,
+    # as in MeshConfig
     mesh: str | MeshConfig = "dp"
-    # another name of data.load.accumulation_steps, for loaders of your own: cuts every batch into
-    # this many micro-batches, for less memory and the same update
+    # another name of data.load.accumulation_steps, for loaders of your own: every batch is cut into
+    # this many micro-batches, which takes less memory and gives the same update
     accumulate_steps: int = 1
     seed: int = 0  # seed of the initial parameters, and of dropout if the model has any
     log_every: int = 1  # steps between lines of metrics.jsonl
-    eval_every: int | None = None  # steps between evaluations; None: only after the last step
-    eval_batches: int | None = None  # batches of each held-out loader; None: all
-    # what each step and evaluation measures besides: sources (each of its numbers by dataset),
-    # bits_per_byte, token_accuracy, entropy
+    # steps between evaluations; None evaluates only after the last step
+    eval_every: int | None = None
+    eval_batches: int | None = None  # batches of each held-out loader; None takes all
+    # what each step and evaluation measures besides the loss: `sources` (each number by dataset),
+    # `bits_per_byte`, `token_accuracy`, `entropy`
     measure: ListOf[Measure] = ()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    # callbacks by name; Python can add more
+    # callbacks by name; in Python, others can be added
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
-    # a step whose loss or gradient is not finite: skip it and continue, or stop
+    # what happens at a step whose loss or gradient is not finite: `skip` leaves the step out and
+    # goes on, `stop` ends the run
     on_nonfinite: Literal["skip", "stop"] = "skip"
-    max_nonfinite: int = 10  # skipped steps in succession at which the run stops anyway
-    # go back to the last good checkpoint after loss spikes; None: never
+    max_nonfinite: int = 10  # the run stops after this many skipped steps in succession
+    # go back to the last good checkpoint after spikes of the loss; None never goes back
     spikes: SpikeConfig | None = None
     # the processes of a run on several hosts
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    # continue from the newest checkpoint in output_dir; False: refuse a folder that has one
+    # continue from the newest checkpoint in output_dir; False refuses a folder that has one
     resume: bool = True
-    # key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources,
-    # .tokenizer, .config, .plan; "ended" continues a run that early_stopping ended
+    # key paths that may differ from the checkpoint's, such as "train.steps", or loader.sources,
+    # loader.tokenizer, loader.config and loader.plan; "ended" continues a run that early_stopping
+    # ended
     resume_changes: ListOf[str] = ()
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = MappingProxyType(

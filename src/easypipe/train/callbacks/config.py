@@ -19,12 +19,13 @@ class EarlyStoppingConfig:
     `train.resume_changes: [ended]` lets it continue.
     """
 
-    # of held-out data, as eval.held_out.loss; of each logged step, as loss; or a name of your own
-    # loss
+    # a metric of held-out data (eval.held_out.loss), one of each logged step (loss), or one that
+    # your own loss returns
     metric: str
     mode: Mode = "min"  # whether lower or higher is better
-    patience: int = 3  # values in a row, not steps
-    min_delta: float = 0.0  # an improvement of no more than this does not count
+    # how many values of the metric, not steps, may come in succession without an improvement
+    patience: int = 3
+    min_delta: float = 0.0  # a difference of at most this is no improvement
 
     def check(self) -> None:
         check_at_least(self, 1, "patience")
@@ -39,7 +40,7 @@ class BestConfig:
     them, the best first.
     """
 
-    metric: str  # a metric of held-out data, as eval.held_out.loss
+    metric: str  # a metric of held-out data, such as eval.held_out.loss
     mode: Mode = "min"  # whether lower or higher is better
     keep: int = 1  # how many checkpoints to keep
 
@@ -54,9 +55,9 @@ class TensorBoardConfig:
     Scalars are named `train/loss`, `eval/held_out/loss` and so on.
     """
 
-    # the folder of the event files; None: tensorboard/ in the output folder
+    # the folder of the event files; None means tensorboard/ in the output folder
     folder: str | None = None
-    flush_s: int = 30  # seconds after which values are on the disk
+    flush_s: int = 30  # values are on the disk after this many seconds
 
     def check(self) -> None:
         check_at_least(self, 1, "flush_s")
@@ -73,9 +74,9 @@ class WandbConfig:
     """
 
     project: str = "easypipe"  # the project of Weights & Biases that the run appears in
-    entity: str | None = None  # None: the default entity of the account
-    name: str | None = None  # name of the run; None: W&B makes one up
-    # offline: kept in wandb/ in the output folder, for `wandb sync`
+    entity: str | None = None  # the account or team; None takes the account's default
+    name: str | None = None  # name of the run; None lets W&B choose one
+    # `offline` keeps the run in wandb/ in the output folder, for `wandb sync`
     mode: Literal["online", "offline"] = "online"
 
 
@@ -89,7 +90,7 @@ class TrackioConfig:
     """
 
     project: str = "easypipe"  # the project of trackio that the run appears in
-    name: str | None = None  # name of the run; None: trackio makes one up
+    name: str | None = None  # name of the run; None lets trackio choose one
 
 
 @config
@@ -100,8 +101,8 @@ class MlflowConfig:
     """
 
     experiment: str = "easypipe"  # the experiment of MLflow that the run appears in
-    name: str | None = None  # name of the run; None: MLflow makes one up
-    # address of a server or database; None: MLFLOW_TRACKING_URI, else mlflow.db in the output
+    name: str | None = None  # name of the run; None lets MLflow choose one
+    # address of a server or database; None takes MLFLOW_TRACKING_URI, else mlflow.db in the output
     # folder
     tracking_uri: str | None = None
 
@@ -122,8 +123,8 @@ class ProfileConfig:
     `tensorboard --logdir` opens it, with the plugin of the package xprof.
     """
 
-    start: int = 10  # the first step that is traced; step 1 compiles
-    steps: int = 3  # how many are traced
+    start: int = 10  # the first step that is traced; step 1 includes the compilation
+    steps: int = 3  # how many steps are traced
 
     def check(self) -> None:
         check_at_least(self, 1, "start", "steps")
@@ -137,7 +138,7 @@ class HeartbeatConfig:
     seconds), host and pid. A run that hangs renews nothing: it is the training thread that writes.
     """
 
-    every_s: float = 10.0  # least seconds between two renewals
+    every_s: float = 10.0  # the file is renewed at most once in this many seconds
 
     def check(self) -> None:
         check_number(self, "10.0 is usual; 0.0 writes at every step.", "every_s", zero=True)
@@ -151,14 +152,15 @@ class LmEvalConfig:
     and `results` to lm_eval.jsonl in the output folder. Needs the extra [eval].
     """
 
-    tasks: ListOf[str]  # names that lm-eval knows
-    include_path: str | None = None  # a folder of further tasks, in lm-eval's YAML
-    limit: int | None = None  # documents of each task; None: all
-    num_fewshot: int | None = None  # examples before each question; None: the task's own number
-    chat: bool = False  # use the chat template
-    batch_size: int = 16  # most rows that are read at once
-    # tokens that the model sees; None: the larger of its config.json's max_position_embeddings and
-    # the longest row of the run; 2048 if neither is known
+    tasks: ListOf[str]  # names of tasks that lm-eval knows
+    include_path: str | None = None  # a folder with more tasks, as YAML files of lm-eval
+    limit: int | None = None  # documents of each task; None takes all
+    # examples before each question; None takes the task's own number
+    num_fewshot: int | None = None
+    chat: bool = False  # ask through the chat template
+    batch_size: int = 16  # most rows that the model reads at once
+    # tokens that the model sees; None takes the larger of max_position_embeddings in its
+    # config.json and the longest row of the run, or 2048 if neither is known
     max_length: int | None = None
 
     def check(self) -> None:
@@ -179,13 +181,13 @@ class SamplesConfig:
     """
 
     prompts: ListOf[str] = ()  # beginnings of texts; an empty one begins as documents do
-    # a file of conversations to answer: JSON, or one in each line, as for `easypipe generate`
+    # a file of conversations to answer, as JSON or JSON lines, as for `easypipe generate`
     messages: str | None = None
     every: int = 500  # steps between samples
-    max_new_tokens: int = 64  # tokens of each, at most
-    # 0 takes the likeliest token every time; 1 draws by the model's own odds
+    max_new_tokens: int = 64  # most tokens of each text
+    # 0 always takes the most probable token; 1 samples by the model's own probabilities
     temperature: float = 0.8
-    seed: int = 0  # of what is drawn, the same at every step
+    seed: int = 0  # seed of the sampling, the same at every step
 
     def check(self) -> None:
         require(
@@ -208,11 +210,11 @@ class CallbacksConfig:
     # end the run when a metric no longer improves
     early_stopping: EarlyStoppingConfig | None = None
     best: BestConfig | None = None  # keep the best checkpoints on held-out data
-    tensorboard: TensorBoardConfig | None = None  # event files
-    wandb: WandbConfig | None = None  # Weights & Biases
-    trackio: TrackioConfig | None = None  # runs of trackio
-    mlflow: MlflowConfig | None = None  # runs of MLflow
+    tensorboard: TensorBoardConfig | None = None  # write event files for TensorBoard
+    wandb: WandbConfig | None = None  # log to Weights & Biases
+    trackio: TrackioConfig | None = None  # log to trackio
+    mlflow: MlflowConfig | None = None  # log to MLflow
     profile: ProfileConfig | None = None  # trace a few steps
-    heartbeat: HeartbeatConfig | None = None  # a file that shows that the run is alive
-    lm_eval: LmEvalConfig | None = None  # scores of tasks, at every checkpoint
-    samples: SamplesConfig | None = None  # texts by the model, every few steps
+    heartbeat: HeartbeatConfig | None = None  # write a file that shows that the run is alive
+    lm_eval: LmEvalConfig | None = None  # score tasks of lm-eval at every checkpoint
+    samples: SamplesConfig | None = None  # generate texts every few steps

@@ -57,7 +57,7 @@ class Known:
 
     Attributes:
         evals: For each held-out loader, by name, what the loss reports beside HELD_OUT.
-        eval_every: Steps between evaluations; None: only after the last step.
+        eval_every: Steps between evaluations; None evaluates only after the last step.
         steps: The number of steps of the run.
         told: What the loss reports of each step beside TRAINING.
         asked: Whether these names are certain. False for a loss from Python that was not traced

@@ -37,15 +37,17 @@ _SIZES = (
 class RopeScaling:
     """Slower rotations for rows longer than a model was first trained on."""
 
-    # linear: every pair turns `factor` times slower; llama3: those of long wavelength only
+    # `linear`: every pair of dimensions turns `factor` times slower; `llama3`: only those of long
+    # wavelength
     kind: Literal["linear", "llama3"]
     factor: float  # how many times slower pairs turn
-    # llama3: pairs that turn fewer times than this within original_length are slowed by the whole
-    # factor
+    # for llama3: pairs that turn fewer times than this within original_length are slowed by the
+    # whole factor
     low_freq_factor: float = 1.0
-    # llama3: pairs that turn more often than this stay as they are; in between it is interpolated
+    # for llama3: pairs that turn more often than this stay as they are; those in between are
+    # interpolated
     high_freq_factor: float = 4.0
-    original_length: int = 8192  # llama3: longest row in the original training
+    original_length: int = 8192  # for llama3: the longest row in the original training
 
     def check(self) -> None:
         require(
@@ -82,40 +84,46 @@ class ModelConfig:
     The defaults have 4.7 M parameters with a vocabulary of 8,192: what 2 cores train in minutes.
     """
 
-    vocab_size: int | None = None  # None: the tokenizer's, filled in by the run
+    # tokens of the vocabulary; None takes the tokenizer's number, which the run fills in
+    vocab_size: int | None = None
     hidden_size: int = 192  # width of the residual stream
     intermediate_size: int = 512  # width inside the MLP of a layer
     num_layers: int = 4  # layers, each of attention and an MLP
     num_heads: int = 6  # heads of the queries
-    num_kv_heads: int = 2  # heads of keys and values; num_heads: multi-head; 1: multi-query
-    head_dim: int | None = None  # None: hidden_size / num_heads
-    # base of the rotary positions; a larger one turns slower, for longer rows
+    # heads of keys and values. As many as num_heads make multi-head attention, 1 multi-query
+    num_kv_heads: int = 2
+    head_dim: int | None = None  # width of a head; None means hidden_size / num_heads
+    # base of the rotary positions. With a larger one they turn slower, for longer rows
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-6  # added to the mean square before a norm divides by its root
-    # True: the head is the embedding table, transposed; fewer parameters, slower learning
+    # the head is the transposed embedding table: fewer parameters, slower learning
     tie_embeddings: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of products and activations
     # dtype of the parameters that the optimizer updates
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    # recomputed in the backward pass: none, all but matrix products, or layers
+    # what the backward pass computes again. `dots` is all but matrix products, `full` whole layers
     remat: Literal["none", "dots", "full"] = "none"
-    # implementation of attention; None: "splash" on TPU, "triton" on NVIDIA, "xla" elsewhere
+    # implementation of attention; None takes "splash" on TPU, "triton" on NVIDIA, "xla" elsewhere
     attention: AttentionBackend | None = None
-    # one compiled layer run num_layers times; False compiles each: slower to compile, faster on CPU
+    # compile one layer and run it num_layers times; False compiles each one, which is slower to
+    # compile and faster on CPUs
     scan_layers: bool = True
-    rope_scaling: RopeScaling | None = None  # scaling of layers that use rope_theta; None: none
-    local_rope_theta: float | None = None  # rope_theta of layers with a window; None: rope_theta
-    # tokens that a query sees, itself included; None: all before it
+    # scaling of the layers that use rope_theta; None scales none
+    rope_scaling: RopeScaling | None = None
+    # base of the rotary positions in layers with a window; None takes rope_theta
+    local_rope_theta: float | None = None
+    # how many tokens a query sees, itself included; None lets it see all before it
     sliding_window: int | None = None
-    global_every: int | None = None  # every n-th layer has no window; None: all have it
+    # every n-th layer has no window; with None, all layers have one
+    global_every: int | None = None
     qkv_bias: bool = False  # query, key and value projections add a bias
     qk_norm: bool = False  # heads of query and key are normalised before they are rotated
-    # attention scores are divided by the root of this; None: head_dim
+    # attention scores are divided by the root of this; None means head_dim
     attention_width: int | None = None
-    attention_soft_cap: float | None = None  # c: attention scores become c·tanh(score/c)
-    logit_soft_cap: float | None = None  # c: logits become c·tanh(logit/c)
+    attention_soft_cap: float | None = None  # with a cap c, attention scores become c·tanh(score/c)
+    logit_soft_cap: float | None = None  # with a cap c, logits become c·tanh(logit/c)
     activation: Literal["silu", "gelu_tanh"] = "silu"  # activation of the MLP's gate
-    # norms multiply by their scale w, or by 1 + w
+    # norms multiply by their scale w (`plain`) or by 1 + w (`one_plus`)
     norm_scale: Literal["plain", "one_plus"] = "plain"
     post_norms: bool = False  # normalise the outputs of attention and MLP before they are added
     scale_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size
@@ -239,8 +247,9 @@ class ClassifierConfig:
 
     kind: Literal["convnet", "mlp"] = "convnet"
     hidden_sizes: ListOf[int] = (32, 64)  # channels of each convolution, or widths of the layers
-    num_classes: int | None = None  # None: the data's, filled in by the run
-    # height, width, channels; None: the data's, filled in by the run
+    # None takes the number of classes in the data, which the run fills in
+    num_classes: int | None = None
+    # height, width and channels; None takes those of the data, which the run fills in
     image_shape: tuple[int, int, int] | None = None
 
     def check(self) -> None:
@@ -285,11 +294,12 @@ class LoraConfig:
     """
 
     rank: int = 8  # columns of A and rows of B
-    # scale is alpha / rank, so the learning rate can stay when the rank changes
+    # the scale is alpha / rank, so the learning rate can stay when the rank changes
     alpha: float = 16.0
-    # scale is alpha / sqrt(rank) instead (Kalajdzievski, 2023): for ranks of 64 and more
+    # the scale is alpha / sqrt(rank) instead (Kalajdzievski, 2023), for ranks of 64 and more
     rank_stabilized: bool = False
-    # projections, by name ("layers.query"), its last part ("query") or a pattern; "*": all
+    # projections, by name ("layers.query"), by its last part ("query") or by a pattern; "*" names
+    # all
     targets: ListOf[str] = ("*",)
 
     def check(self) -> None:

@@ -101,8 +101,9 @@ class ParameterGroup:
     """
 
     match: str  # a shell pattern over dotted names, such as "layers.query.*"
-    learning_rate_scale: float = 1.0  # factor on the schedule; 0.0 freezes
-    weight_decay: float | None = None  # None: the optimizer's, on matrices
+    learning_rate_scale: float = 1.0  # factor on the schedule; 0.0 freezes the parameters
+    # weight decay of the group; None takes the optimizer's, for matrices
+    weight_decay: float | None = None
 
     def check(self) -> None:
         check_number(self, None, "learning_rate_scale", "weight_decay", zero=True)
@@ -119,37 +120,47 @@ class OptimizerConfig:
     in PyTorch), for every optimizer.
     """
 
-    name: OptimizerName = "adamw"  # which optimizer
-    learning_rate: float | None = None  # the peak; prodigy: a factor on the rate that it finds
-    # the rate after the warm-up; None: cosine (schedule_free: constant, and no other)
+    name: OptimizerName = "adamw"  # the optimizer
+    # the peak of the schedule; for prodigy, a factor on the rate that it finds
+    learning_rate: float | None = None
+    # how the rate changes after the warm-up; None means cosine (for schedule_free, which has no
+    # other, constant)
     schedule: ScheduleName | None = None
-    # step k of them (from 0) runs at learning_rate * (k + 1) / (warmup_steps + 1)
+    # steps of the warm-up. Step k of them (from 0) has the rate learning_rate * (k + 1) /
+    # (warmup_steps + 1)
     warmup_steps: int = 0
-    # last steps, in which the rate of wsd, constant and inverse_sqrt falls; None: a tenth for wsd,
-    # else 0
+    # last steps, in which the rate of wsd, constant and inverse_sqrt falls; None means a tenth of
+    # all steps for wsd, else 0
     cooldown_steps: int | None = None
-    # shape of the cool-down; None: linear; sqrt: 1 - sqrt(progress) (Haegele et al., 2024)
+    # how the rate falls in the cool-down: `sqrt` by 1 - sqrt(progress) (Haegele et al., 2024); None
+    # means linear
     cooldown_shape: Literal["linear", "cosine", "sqrt"] | None = None
-    # the schedule ends at learning_rate * final_fraction; None: 0.1
+    # the schedule ends at learning_rate * final_fraction; None means 0.1
     final_fraction: float | None = None
-    power: float | None = None  # exponent of the polynomial schedule; None: 2
-    beta1: float | None = None  # how much of the first moment a step keeps
-    beta2: float | None = None  # how much of the second moment a step keeps
-    beta3: float | None = None  # ademamix: the slow average; adan: the squares
-    epsilon: float | None = None  # added where an update is divided by the second moment
-    weight_decay: float | None = None  # multiplied by the rate, on matrices only
-    momentum: float | None = None  # muon: how much of the momentum a step keeps
-    newton_schulz_steps: int | None = None  # muon: iterations that make an update orthogonal
-    decay_rate: float | None = None  # adafactor: second moments at step t keep 1 - t^-decay_rate
-    gamma: float | None = None  # sophia: scale of the curvature; larger clips less
-    alpha: float | None = None  # ademamix: weight of the slow average
-    # sophia: steps between curvature estimates; soap: steps between new bases
+    power: float | None = None  # exponent of the polynomial schedule; None means 2
+    beta1: float | None = None  # how much of the first moment is kept at each step
+    beta2: float | None = None  # how much of the second moment is kept at each step
+    # for ademamix, how much of the slow average is kept at each step; for adan, of the squares
+    beta3: float | None = None
+    # a small number, added where an update is divided by the second moment
+    epsilon: float | None = None
+    weight_decay: float | None = None  # decay of matrices alone, multiplied by the learning rate
+    momentum: float | None = None  # for muon, how much of the momentum is kept at each step
+    # for muon, the iterations that make an update orthogonal
+    newton_schulz_steps: int | None = None
+    # for adafactor: second moments at step t keep 1 - t^-decay_rate
+    decay_rate: float | None = None
+    gamma: float | None = None  # for sophia, the scale of the curvature; a larger one clips less
+    alpha: float | None = None  # for ademamix, the weight of the slow average
+    # for sophia, the steps between estimates of the curvature; for soap, between new bases
     update_interval: int | None = None
-    max_precondition_dim: int | None = None  # soap: a longer side of a matrix is not rotated
-    # gradients of a larger norm, over all parameters together, are scaled to it; None: never
+    # for soap, the longest side of a matrix that is rotated
+    max_precondition_dim: int | None = None
+    # the largest norm of the gradient, over all parameters together; a larger gradient is scaled
+    # down to it. None never scales
     clip_norm: float | None = 1.0
-    # evaluate, save and export a running average of the weights; its decay at step k (from 0) is
-    # min(ema_decay, (1 + k) / (10 + k)); None: the weights themselves
+    # evaluate, save and export a running average of the weights, whose decay at step k (from 0) is
+    # min(ema_decay, (1 + k) / (10 + k)); None uses the weights themselves
     ema_decay: float | None = None
     groups: ListOf[ParameterGroup] = ()
 

@@ -56,13 +56,14 @@ class MeshConfig:
         tensor: Devices that share every layer.
     """
 
-    # dp, fsdp, tp, zero1 or hybrid, as above; axes that are given too override it
+    # one of the presets above (dp, fsdp, tp, zero1, hybrid); axes that are given too override it
     preset: Preset | None = None
     data: int | None = None
     fsdp: int | None = None
     sequence: int | None = None
     tensor: int | None = None
-    # the mesh axes over which a named dimension of the parameters is divided; null: none
+    # the mesh axes over which a named dimension of the parameters is divided; with null, it is not
+    # divided
     axis_rules: dict[str, str | tuple[str, ...] | None] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -142,12 +143,12 @@ class DistributedConfig:
     processes, there is one.
     """
 
-    enabled: bool = True  # False: this process is alone, whatever the environment says
+    enabled: bool = True  # with False this process is alone, whatever the environment says
     coordinator_address: str | None = None  # "host:port" of process 0, as the others reach it
     num_processes: int | None = None  # how many processes the run has, on all hosts
     # number of this process, from 0; process 0 writes the files of the run
     process_id: int | None = None
-    timeout: int = 300  # seconds in which all processes must have connected
+    timeout: int = 300  # seconds within which all processes must have connected
     # seconds without a sign after which a process counts as lost, and the others end
     heartbeat: int = 100
 

@@ -21,15 +21,16 @@ class PretrainedConfig:
     """
 
     pretrained: str | Path  # a `transformers` folder, or a Hub name
-    # branch, tag or commit of a Hub repository; None: main. A run records the commit
+    # branch, tag or commit of a Hub repository; None takes main. A run records the commit
     revision: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of products and activations
-    # dtype of the parameters; None: dtype with adapters (train.lora), else float32
+    # dtype of the parameters; None takes `dtype` with adapters (train.lora), else float32
     param_dtype: Literal["float32", "bfloat16"] | None = None
-    remat: Literal["none", "dots", "full"] = "none"  # what is recomputed in the backward pass
-    # implementation of attention; None: chosen by the device
+    # what the backward pass computes again, as in ModelConfig
+    remat: Literal["none", "dots", "full"] = "none"
+    # implementation of attention; None chooses it by the device
     attention: AttentionBackend | None = None
-    scan_layers: bool = True  # one compiled layer, run for each; False compiles each
+    scan_layers: bool = True  # compile one layer and run it for each; False compiles each one
     # new tokens of its tokenizer; their rows of embeddings and head begin as the mean of the others
     add_tokens: ListOf[str] = ()
     # train the rows of add_tokens and nothing else; with train.lora they are trained beside it
