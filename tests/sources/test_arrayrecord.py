@@ -88,6 +88,11 @@ def test_fingerprint_follows_the_file(tmp_path: Path) -> None:
             [b"ab"],
             "separator_id has no effect: every record is a document",
         ),
+        (
+            {"dtype": "uint8", "document_tokens": 2},
+            [b"ab"],
+            "document_tokens has no effect: every record is a document",
+        ),
     ],
 )
 def test_bad_records(

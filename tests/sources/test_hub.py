@@ -153,9 +153,12 @@ def test_parts_of_a_split(hub: WebServer, tmp_path: Path) -> None:
     assert texts(source("train[:1%]")) == [f"row {i}" for i in range(50)]
     assert texts(source("train[2998:3002]")) == [f"row {i}" for i in range(2998, 3002)]
     assert texts(source("validation[-3:]")) == [f"row {i}" for i in range(9007, 9010)]
-    first = source("train[:10]")
-    assert texts(first) == [f"row {i}" for i in range(10)]
-    assert "00001" not in str(first.shards)
+    for split, start in (("train[:10]", 0), ("train[4:10]", 4)):
+        first = source(split)
+        assert texts(first) == [f"row {i}" for i in range(start, 10)]
+        assert "00001" not in str(first.shards)  # the file behind is not even opened
+    assert texts(source("train[-4996:10]")) == [f"row {i}" for i in range(4, 10)]
+    assert texts(source("train[50%:2502]")) == ["row 2500", "row 2501"]
     with pytest.raises(MissingFileError, match=r"no split 'valid'.*Did you mean 'validation'"):
         source("valid[:1%]")
 

@@ -31,6 +31,7 @@ from easypipe import (
 from easypipe.core.errors import ConfigError, SourceError, StageOrderError
 from easypipe.core.protocols import scan
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.sources.external import own
 from easypipe.sources.external.objects import open_object
 from easypipe.sources.external.own import BLOCK_ROWS
 from easypipe.transforms.columns.functions import Expand
@@ -256,6 +257,25 @@ def test_num_rows_asks_for_no_row_behind_them(tmp_path: Path) -> None:
     assert source.shards[0].num_rows == 300
     two: Any = open_object(Mine(), name="d", num_rows=ROWS + 3)
     assert [shard.num_rows for shard in two.shards] == [ROWS, 3]
+
+
+def test_only_rows_that_are_counted_to_their_end_are_said_to_have_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        return ({"text": f"row {i}"} for i in range(2 * ROWS))
+
+    monkeypatch.setattr(own, "MANY_ROWS", ROWS + 1)
+    some: Any = open_object(rows, name="d", version="1", num_rows=2 * ROWS - 1)
+    assert some.shards[0].num_rows == 2 * ROWS - 1
+    streamed: Any = open_object(rows, name="d", version="1", counted=False)
+    assert streamed.read(0, ROWS, 2 * ROWS).num_rows == ROWS
+    assert not caplog.records
+    every: Any = open_object(rows, name="d", version="1")
+    assert every.shards[0].num_rows == 2 * ROWS
+    assert [record.getMessage() for record in caplog.records] == [
+        "d: 768 rows and no end; if it has none, set num_rows, or streaming=True"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["mine", "forward", "function"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,6 +154,9 @@ def test_megatron_from_a_source(tmp_path: Path) -> None:
     source = InMemoryShardedSource({"input_ids": [[1, 2], [], [3]]})
     assert write_megatron(tmp_path / "m", source) == (3, 3)
     assert docs_of(open_files(tmp_path / "m.bin")) == [[1, 2], [], [3]]
+    pq.write_table(pa.table({"input_ids": [[1, 2], None, [], [3]]}), tmp_path / "a.parquet")
+    assert write_megatron(tmp_path / "m", open_files(tmp_path / "a.parquet")) == (4, 3)
+    assert docs_of(open_files(tmp_path / "m.bin")) == [[1, 2], [], [], [3]]
     with pytest.raises(
         SourceError,
         match=re.escape("m, row 1: token 65536 is not a uint16. Write it with dtype='int32'."),

@@ -171,7 +171,9 @@ def test_rows_that_are_tokens_have_the_policy_of_their_dataset(
     assert read(on_error="skip", max_bad_rows=2) == read(on_error="skip")
     assert not list(tmp_path.rglob("*.quarantine.jsonl"))
     if not streaming:
-        read(on_error="quarantine")
+        with pytest.raises(SourceError, match=r"rows\.jsonl"):
+            read(on_error="quarantine", max_bad_rows=1)
+        read(on_error="quarantine", max_bad_rows=2)
         (kept,) = tmp_path.rglob("*.quarantine.jsonl")
         assert len(kept.read_text().splitlines()) == 2
 

@@ -119,6 +119,8 @@ def test_special_tokens_and_truncation_are_counted(tmp_path: Path) -> None:
         "stored": sum(min(4, n) for n in full),
         "truncated": sum(max(0, n - 4) for n in full),
     }
+    # a text that is cut gets an EOS as the others do where it is packed
+    assert not cache.has_eos(np.arange(50)).any()
 
 
 @pytest.mark.shared

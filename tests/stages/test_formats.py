@@ -282,6 +282,8 @@ def test_remove_columns_keeps_the_others(tmp_path: Path) -> None:
     assert names(None) == [INPUT_IDS]
     assert names(("q",)) == [INPUT_IDS, "n", "tag"]
     assert names(("n", "q", "tag")) == [INPUT_IDS]
+    numbered = str(jsonl(tmp_path / "d.jsonl", rows(5)))  # whose numbers are no column of the data
+    assert names(("q",), data=numbered, on_error="skip") == [INPUT_IDS, "n", "tag"]
     with pytest.raises(
         ConfigError,
         match=r"^tokenize.remove_columns\[0\]: no dataset has a column 'tags' .*Did you mean "

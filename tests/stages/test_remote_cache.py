@@ -519,9 +519,14 @@ def test_a_dataset_keeps_its_tokens_in_a_bucket_of_its_own(tmp_path: Path) -> No
         name="d", data_files=str(tmp_path / "a.jsonl"), cache_path="memory://caches/own"
     )
     made = PipelineConfig(
-        datasets=(dataset,), seed=1, cache_dir=tmp_path / "cache", default_tokenizer=tokenizer()
+        datasets=(dataset,),
+        seed=1,
+        cache_dir=tmp_path / "cache",
+        cache=CacheConfig(reading="ranges"),
+        default_tokenizer=tokenizer(),
     )
-    [source] = Pipeline(made).source().tokenize().get_data().values()
-    assert source.materialize().num_docs == 2  # type: ignore[attr-defined]
+    source: Any = Pipeline(made).source().tokenize().get_data()["d"]
+    cache = source.materialize()
+    assert (cache.num_docs, cache.folder.reading) == (2, "ranges")
     assert storage.names_in("memory://caches/own") == ["configs", "manifests", "ranges", "tokens"]
     assert not (tmp_path / "cache" / "tokens").exists()

@@ -455,6 +455,19 @@ def test_the_header_of_a_call_is_found_where_a_thought_begins_alike() -> None:
     ]
 
 
+def test_what_has_the_form_of_a_sentinel_stands_for_nothing() -> None:
+    """It is printed only where other words stand, beside which the template prints more."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.name and 'quiet' "
+        "not in m.content %}{{ tools[0].name }}{{ m.name }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for name in ("Ann", "Sentinel00000x", "Sentinel00077x"):
+        messages = [{"role": "user", "content": "quiet", "name": name}, *talk("", "quiet")[1:]]
+        for tool in ("look", "Sentinel00001x", "Sentinel00078x"):
+            assert trained(source, messages, [{"name": tool}]) == ["quiet<|im_end|>"]
+
+
 def test_a_refusal_gives_the_first_reason() -> None:
     """The second attempt, with the assistant's words alone replaced, fails for other reasons that
     help nobody.
@@ -491,6 +504,26 @@ def test_an_empty_thought_is_trained_unless_the_option_says_otherwise(prompted: 
         "<think>\ntwo\n</think>\n\nA2<|im_end|>"
     ]
     assert template(source).fingerprint != template(source, train_empty_thinking=False).fingerprint
+
+
+@pytest.mark.parametrize("word", ["think", "thinking", "thought", "reasoning", "THINK"])
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_thought_that_the_prompt_opens_is_no_part_of_the_header(
+    word: str, closed: bool, kept: bool
+) -> None:
+    opens, closes = ("[{}]", "[/{}]") if word.isupper() else ("<{}>", "</{}>")
+    thought = opens.format(word) + "\n" + (closes.format(word) + "\n\n" if closed else "")
+    before = thought if kept else ""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ thought if m.role == 'assistant' }}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + thought + "{% endif %}"
+    ).replace("thought if", f"'{before}' if")
+    assert trained(source, talk("1?", "A1", "2?", "A2")) == [
+        f"{before}A1<|im_end|>",
+        f"{before}A2<|im_end|>",
+    ]
 
 
 def test_turns_of_typed_parts_are_probed_with_typed_parts() -> None:

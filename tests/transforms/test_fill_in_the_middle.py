@@ -90,6 +90,22 @@ def test_seed_rate_and_spm_rate_decide(tokenizer: str) -> None:
     assert FillInTheMiddle(tokenizer, rate=1.0).turned("") == ""
 
 
+@pytest.mark.parametrize("kind", ["starcoder", "qwen", "santacoder", "deepseek", "codellama"])
+def test_the_tokens_of_models_in_use_are_known(tmp_path: Path, kind: str) -> None:
+    pre, suf, mid = {
+        "starcoder": TOKENS,
+        "qwen": ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+        "santacoder": ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+        "deepseek": ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+        "codellama": ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    }[kind]
+    train_bpe(["def f"] * 20, 300, [mid, pre, suf], tmp_path)
+    for spm_rate in (0.0, 1.0):
+        turned = FillInTheMiddle(str(tmp_path), rate=1.0, spm_rate=spm_rate).turned("def f(x): x")
+        assert turned.startswith(pre)
+        assert turned.index(suf) < turned.index(mid)
+
+
 def test_in_a_pipeline_the_tokens_are_single_ids(tokenizer: str, tmp_path: Path) -> None:
     rows = [{"code": "the quick brown fox"}, {"code": "two and two"}]
     dataset = DatasetConfig(name="d", data_files=rows, tokenizer=tokenizer, content_field="code")

@@ -310,6 +310,23 @@ def test_boundary_says_where_a_cut_may_be(
     assert start.lstrip().startswith(("One", "Two", "Do", "They"))
 
 
+@pytest.mark.parametrize(
+    ("policy", "limit", "kept"),
+    [
+        ("keep_start", 6, {2: "88 777", 3: "888", 6: "888888", 7: "888888"}),
+        ("keep_end", 6, {1: "7777 8", 2: " 88", 5: " 88888", 6: "888888"}),
+        ("middle", 12, {1: "8 77777777 8", 2: "88 777 88", 3: "888 888", 6: "888888888888"}),
+    ],
+)
+def test_a_boundary_is_looked_for_in_half_of_the_room(
+    tmp_path: Path, policy: Any, limit: int, kept: dict[int, str]
+) -> None:
+    rows = [{"text": f"{'8' * n} {'7' * 20} {'8' * n}"} for n in kept]
+    source = tokenized(tmp_path, rows, LengthPolicy(policy=policy, boundary="word"), limit)
+    found = documents(source).values()
+    assert [text(ids) for ((ids, _),) in found] == list(kept.values())
+
+
 def test_a_token_in_front_makes_no_overlap_shorter(tmp_path: Path) -> None:
     rows, tokenizer = [{"text": SENTENCES * 4}], with_specials(tmp_path / "t")
     policy = LengthPolicy(policy="split", overlap=4)

@@ -318,21 +318,25 @@ def test_few_bytes_are_encoded_without_gigatoken_and_need_no_proof(
 class WrongEngine(fast.FastEngine):
     """gigatoken, but wrong about every text that holds `poison`."""
 
-    poison = "2-"
+    poison, lost = "2-", False
 
     def encode(self, column):
         offsets, ids = super().encode(column)
         ids = ids.copy()
         for i, text in enumerate(column.to_pylist()):
             if self.poison in text and offsets[i + 1] > offsets[i]:
+                if self.lost:  # all tokens of this text and of those behind it
+                    return np.minimum(offsets, offsets[i]), ids
                 ids[offsets[i]] ^= 1
         return offsets, ids
 
 
+@pytest.mark.parametrize("lost", [False, True])
 def test_a_difference_on_hostile_text_falls_back_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: bool
 ) -> None:
     monkeypatch.setattr(WrongEngine, "poison", "don't")
+    monkeypatch.setattr(WrongEngine, "lost", lost)
     monkeypatch.setattr("easypipe.transforms.tokenizer.tokenizer.engine_of", WrongEngine)
     tokenizer = small_tokenizer()
     assert tokenizer.backend.name == "tokenizers"
@@ -480,8 +484,10 @@ def test_a_folder_or_file_that_is_no_tokenizer(tmp_path: Path) -> None:
         match=r"the folder holds no tokenizer.json \(have: tokenizer.model\). Convert",
     ):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(TokenizerError, match=r"a \.model file is not a tokenizer\.json"):
-        load_tokenizer(str(tmp_path / "tokenizer.model"))
+    (tmp_path / "tokenizer").write_bytes(b"x")
+    for name, kind in (("tokenizer.model", r"a \.model file"), ("tokenizer", "a nameless file")):
+        with pytest.raises(TokenizerError, match=f"{kind} is not a tokenizer\\.json"):
+            load_tokenizer(str(tmp_path / name))
     for content, problem in (
         ("{", "not JSON: "),
         ("{}", "not a tokenizer: "),

@@ -49,9 +49,10 @@ class Part:
 
     @property
     def first_rows(self) -> int | None:
-        """How many first rows it takes; None if that depends on how many there are."""
-        head = self.start in (None, "0", "0%")
-        return int(self.stop) if head and self.stop is not None and self.stop.isdigit() else None
+        """How many first rows hold it; None if that depends on how many there are."""
+        start = self.start or "0"
+        counted = start == "0%" or start.isdigit()
+        return int(self.stop) if counted and self.stop is not None and self.stop.isdigit() else None
 
     def rows(self, num_rows: int) -> tuple[int, int]:
         """Returns the first row, and the row behind the last one.

@@ -245,11 +245,7 @@ def _blocks(
                     lists = documents.read(number, start, min(b, start + CHUNK_DOCS)).column(
                         INPUT_IDS
                     )
-                    lengths = (
-                        np.diff(lists.offsets.to_numpy())
-                        if not lists.null_count
-                        else np.array([len(x or ()) for x in lists.to_pylist()])
-                    )
+                    lengths = lists.value_lengths().fill_null(0).to_numpy()
                     yield cast(pa.Array, lists.flatten()).to_numpy(), lengths.astype(np.int64)
         return
     for document in documents:

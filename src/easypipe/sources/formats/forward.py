@@ -81,10 +81,6 @@ class ForwardSource(FileSource):
             [dataclasses.replace(reject, row=int(places[reject.row])) for reject in rejects],
         )
 
-    def raw(self, shard: int, row: int) -> str | None:
-        piece = self._lines(self.files[shard], row, row + 1)
-        return None if piece is None else piece.record(0).decode("utf-8", "replace").strip()
-
     def _survey(self, file: FileRef) -> Survey:
         return Survey(num_rows=None, total_rows=None, cuts=(0,), schema=self._schema())
 

@@ -60,7 +60,7 @@ class Aligned:
     ) -> None:
         self._known, self._text, self._tools = known, text, tools
         self._empty_thoughts = empty_thoughts
-        self._words = words = Sentinels(text, messages)
+        self._words = words = Sentinels(text)
         self._changed = [
             words.replace(i, m) if i in others or m.get("role") == "assistant" else m
             for i, m in enumerate(messages)

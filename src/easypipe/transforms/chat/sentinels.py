@@ -1,6 +1,6 @@
 """Proves where a template prints a conversation's texts, by other words; tells if it has thoughts.
 
-A sentinel is a word that is nowhere in the conversation, put in place of a message's text. Two
+A sentinel is a word that the template does not print, put in place of a message's text. Two
 renderings are read side by side, one as it is and one with sentinels: what is between the sentinels
 of the second must be in the first, with the very text (or its trimmed or JSON-escaped form)
 between. Then the positions of all texts are known, and known to be right. This runs in the worker
@@ -13,16 +13,10 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from easypipe.transforms.chat.sandbox import (
-    KEYS_OF_REASONING,
-    REASONING,
-    Json,
-    Message,
-    texts_within,
-)
+from easypipe.transforms.chat.sandbox import KEYS_OF_REASONING, REASONING, Json, Message
 
 MOST_TRIES = 10_000  # the most steps to read two renderings side by side
 
@@ -54,8 +48,8 @@ class Sentinels:
         pattern: Matches any sentinel.
     """
 
-    def __init__(self, text: str, messages: Sequence[Message]) -> None:
-        self._stem = unused_stem(text, messages)
+    def __init__(self, text: str) -> None:
+        self._stem = unused_stem(text)
         self.value: dict[str, str] = {}
         self.owner: dict[str, int] = {}
         self.whole: set[str] = set()
@@ -165,10 +159,10 @@ def has_reasoning(message: Message) -> bool:
     return any(message.get(key) for key in REASONING) or "think>" in str(message.get("content"))
 
 
-def unused_stem(text: str, values: Json) -> str:
-    """Returns a word that is neither in `text` nor in any text of `values`."""
+def unused_stem(text: str) -> str:
+    """Returns a word that is not in `text`."""
     stem = "Sentinel"
-    while stem in text or any(stem in one for one in texts_within(values)):
+    while stem in text:
         stem = f"S{hashlib.sha256(stem.encode()).hexdigest()[:12]}"
     return stem
 
@@ -182,7 +176,8 @@ def align(text: str, other: str, words: Sentinels) -> list[Place]:
         UnprovenError: That is not possible.
     """
     gaps, found = words.pattern.split(other), words.pattern.findall(other)
-    if not text.startswith(gaps[0]):
+    # what holds a word of this form, and is printed only beside the words, stands for nothing
+    if not text.startswith(gaps[0]) or not words.value.keys() >= set(found):
         raise UnprovenError("the template writes other things around other words")
     tries = 0
     stack: list[Iterator[tuple[int, int]]] = []

@@ -239,7 +239,7 @@ def find_label(template: Template, fields: Message, label: str | None, train_on:
         closed = bool(marked) and not text[marked[-1][1] :].strip()
         return Rendered(text, marked, TRAINED_END if closed else MASKED_END)
     assert label is not None
-    word = unused_stem(text, fields)
+    word = unused_stem(text)
     other, _ = template.write({**fields, label: word})
     if other.count(word) != 1:
         raise UnprovenError(f"the template prints {label!r} as it is {other.count(word)} times")
