@@ -122,6 +122,7 @@ def test_rows_that_differ_are_shown_with_their_first_token(
     end = load_tokenizer(chat_tokenizer()).eos_token_id
     assert f"row 1: token {len(at)} is '<'" in text
     assert f"and with transformers '<|im_end|>' ({end})" in text
+    assert text.count("differs: ") == 10
     assert "and 2 more" in text
     assert main(["parity", config, "--rows", "1"]) == 0
     assert "1 texts compared, 0 differ" in capsys.readouterr().out

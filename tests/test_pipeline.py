@@ -370,7 +370,7 @@ def test_validate_and_from_config_say_the_same(tmp_path: Path) -> None:
             "pack.seq_lenght: unknown key",
         ),
         (
-            {"datasets": [{"data_files": "x"}], "order": {"shuffle": False, "block_rows": 8}},
+            {"datasets": [{"data_files": "x"}], "order": {"shuffle": False, "block_rows": 2}},
             "order.block_rows: has no effect without shuffle",
         ),
         ({"datasets": [{"data_files": "x"}], "seed": -1}, "seed: -1 is outside [0, 2^63)"),

@@ -80,6 +80,8 @@ def test_built_ins_make_batches():
         "position_ids",
         "attention_mask",
     }
+    short = registry.get_collator(task("multimodal"), tokenizer=tokenizer(), max_length=2)
+    assert short([{"image": image, "text": "a fox runs"}])["input_ids"].shape == (1, 2)
     assert registry.get_collator() is default_collate
 
 

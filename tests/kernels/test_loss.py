@@ -234,6 +234,29 @@ def test_the_head_gradient_is_whole_whatever_its_blocks(vocab_block, vector, chu
             np.testing.assert_allclose(grad, want[name], rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk_size", [6, 13])
+def test_shares_of_a_sum_over_devices_have_the_dtype_that_it_is_added_in(chunk_size):
+    given = case()
+    arrays = (jnp.asarray(one, jnp.bfloat16) for one in (given.hidden, given.head, given.bias))
+    weights = jnp.asarray(np.where(given.labels == IGNORE, 0.0, given.weights), jnp.float32)
+    run = functools.partial(
+        chunked.loss_gradients,
+        Inputs(*arrays, given.labels),
+        weights,
+        layout="dv",
+        soft_cap=None,
+        objective=Objective(0.0, 0.0, 19),
+        chunk_size=chunk_size,
+        kernel=chunked,
+    )
+    alone, share = run()[1], run(grad_dtype=jnp.float32)[1]
+    assert {grad.dtype for grad in jax.tree.leaves(alone)} == {jnp.dtype(jnp.bfloat16)}
+    assert share.lm_head.dtype == share.bias.dtype == jnp.float32
+    for rounded, exact in zip(alone[1:], share[1:], strict=True):
+        assert not np.array_equal(rounded.astype(jnp.float32), exact)
+        np.testing.assert_allclose(rounded.astype(jnp.float32), exact, rtol=2**-7, atol=1e-5)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=NAMES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_all_ignored_gives_zero_and_zero_gradients(way, reduction):

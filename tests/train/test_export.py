@@ -397,6 +397,22 @@ def test_a_template_goes_where_every_version_of_transformers_looks(
     assert read(saved, "tokenizer_config.json")["chat_template"] == "new {{ messages }}"
 
 
+def test_every_file_of_a_tokenizer_goes_along(tokenizer: Path, tmp_path: Path) -> None:
+    files = {
+        "tokenizer.json": (tokenizer / "tokenizer.json").read_bytes(),
+        "tokenizer_config.json": b'{"model_max_length": 64}',
+        "special_tokens_map.json": b'{"eos_token": "<|endoftext|>"}',
+        "chat_template.jinja": b"{{ messages }}",
+        "tokenizer.model": b"\nthe pieces that older versions read",
+    }
+    own = tmp_path / "own"
+    own.mkdir()
+    for name, data in files.items():
+        (own / name).write_bytes(data)
+    saved = save_pretrained(Decoder(SHAPE, nnx.Rngs(0)), tmp_path / "saved", tokenizer=str(own))
+    assert {name: (saved / name).read_bytes() for name in files} == files
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_saved_conversations_tell_how_they_were_written(
     tokenizer: Path, tmp_path: Path, packed: bool

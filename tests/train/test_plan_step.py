@@ -20,7 +20,7 @@ from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics.devices import known_device
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.flops import flops_per_step, palm_flops_per_step
-from easypipe.train.plan.aot import plan_step
+from easypipe.train.plan.aot import plan_step, roofline
 from easypipe.train.plan.hlo import read
 from easypipe.train.plan.topology import topology
 
@@ -103,6 +103,19 @@ def test_flops_are_ours_and_the_roofline_is_arithmetic(plan):
     assert line.link_s == sum(one.sent for one in plan.collectives) / device.link_rate
     assert line.best_s == max(line.compute_s, line.memory_s, line.link_s) < line.worst_s
     assert line.mfu_at_best == pytest.approx(line.flops / line.best_s / (4 * device.flops))
+
+
+@pytest.mark.parametrize(("remat", "passes"), [("none", 2), ("dots", 2), ("full", 3)])
+def test_the_traffic_with_memory_is_counted(remat, passes):
+    mesh, device = {"data": 2, "fsdp": 4, "tensor": 2}, known_device("TPU v5 lite")
+    config = ModelConfig(**SHAPE, dtype="bfloat16", remat=remat)
+    line = roofline(config, device, mesh, (16, 512, 2), "splash", held=1000, sent=0.0)
+    products = 3 * 256 * (4 * 256 + 3 * 512) + 256 * 512
+    weights = passes * 2 * products // 2 * 2  # in both micro-batches, bfloat16, half on a device
+    inputs = 2 * passes * 3 * 16 * 512 // 8 * 256 * 2  # of three layers, over data and fsdp
+    gradients = 2 * 4 * products // 8  # float32, over fsdp and tensor
+    traffic = 2 * 1000 + gradients + weights + inputs
+    assert line.memory_s == pytest.approx(traffic / device.memory_rate)
 
 
 def test_the_command_prints_it_with_what_is_not_known(plan, config, monkeypatch, tmp_path):

@@ -128,6 +128,12 @@ def test_an_option_that_decides_none_may_change(option: str) -> None:
     assert identity(base | {option: FREE[option]}) == identity(base)
 
 
+def test_options_that_came_later_are_not_compared_at_their_defaults() -> None:
+    """A run of preferences goes on from the checkpoints of versions that knew these options only."""
+    first = {"beta": 0.1, "label_smoothing": 0.0, "reference": "initial"}
+    assert identity(BASE | PAIRS)["train"]["preference"] == first
+
+
 def test_every_option_is_tried() -> None:
     tried = {option for option, *_ in DECIDE} | {*FREE}
     for prefix, kind in (
