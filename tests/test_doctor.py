@@ -277,10 +277,10 @@ def test_a_loader_that_ends_where_it_goes_on(
 def test_other_masks_of_the_same_tokens(tmp_path: Path) -> None:
     rows = [{"prompt": "a b", "completion": "c d"}] * 3
     made: list[Pipeline] = []
-    for eos in ("turn", "none"):
+    for eos, count in (("turn", 3), ("none", 3), ("turn", 2)):
         dataset = DatasetConfig(
             name="d",
-            data_files=rows,
+            data_files=rows[:count],
             prompt_field="prompt",
             completion_field="completion",
             train_on_eos=eos,
@@ -289,7 +289,10 @@ def test_other_masks_of_the_same_tokens(tmp_path: Path) -> None:
         made[-1].prepare()
     assert compare(made[0], made[0], "the same") == "3 documents"
     with pytest.raises(Failed, match="another loss mask without the end"):
-        compare(*made, "without the end")
+        compare(*made[:2], "without the end")
+    for one, other in ((made[0], made[2]), (made[2], made[0])):
+        with pytest.raises(Failed, match=r"dataset d: (3 documents, 2|2 documents, 3) a time ago"):
+            compare(one, other, "a time ago")
 
 
 def test_tokens_of_another_backend(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

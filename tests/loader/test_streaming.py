@@ -916,6 +916,11 @@ def test_ranks_share_the_rows_of_streams(tmp_path: Path) -> None:
         rows = sorted(row for part in parts for row in part[INPUT_IDS].tolist())
         assert rows == sorted(together[INPUT_IDS].tolist())
     assert_exact_resume(lambda: build(tmp_path, **endless).of_rank(1, 2), 5, stops=(1, 3))
+    stopped, resumed = (build(tmp_path, **endless).of_rank(1, 2) for _ in range(2))
+    assert len(list(itertools.islice(stopped, 2))) == 2
+    resumed.restore(stopped.state())
+    assert len(list(itertools.islice(resumed, 3))) == 3
+    assert resumed.ledger().find("load", "stream", "rows").out["in batches"] == 3 * 8
 
 
 def test_only_reading_tells_what_stands_in_a_batch(tmp_path: Path) -> None:

@@ -387,8 +387,13 @@ def alone(monkeypatch):
 
 def test_where_nothing_speaks_of_other_processes_nothing_is_done(alone):
     assert initialize() is False
-    alone.setenv("SLURM_NTASKS", "1")
-    assert initialize() is False
+    for name in ("SLURM_NTASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE"):
+        alone.setenv(name, "0" if name == "SLURM_PROCID" else "1")
+    alone.setenv("SLURM_STEP_NODELIST", "node1")
+    assert initialize() is False  # one task, whoever started it
+    alone.setenv("SLURM_NTASKS", "2")
+    alone.delenv("SLURM_STEP_NODELIST")
+    assert initialize() is False  # the script of a job, which no `srun` started
     alone.setenv("JAX_NUM_PROCESSES", "2")
     assert initialize(DistributedConfig(enabled=False)) is False
 
