@@ -1081,6 +1081,14 @@ FAULTS = [
           '("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),', '("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),'),
     fault("a file without a suffix has no name in the error", "transforms/tokenizer/files.py", "tests/transforms/test_tokenizer.py -k is_no_tokenizer",
           "path.suffix or 'nameless'", "path.suffix"),
+    fault("shards of a cache have the bytes of their last part", "cache/reader.py", "tests/sources/test_cache.py -k stateless",
+          "num_bytes[part.shard] += part.num_bytes", "num_bytes[part.shard] = part.num_bytes"),
+    fault("windows of a schedule bear its shortest documents", "stages/mix/mixture.py", "tests/stages/test_mix_schedule.py -k longest_documents",
+          "window_docs=min(window_docs(datasets, one, length)", "window_docs=max(window_docs(datasets, one, length)"),
+    fault("an answer of a pair that is encoded alone has no prompt", "stages/tokenize/engine.py", "tests/stages/test_pair_rows.py -k as_the_engine",
+          "self.render_rows(self._with_shared([row]))", "self.render_rows([row])"),
+    fault("Chat writes over row numbers", "transforms/columns/conversation.py", "tests/transforms/test_conversation.py",
+          "into and into != ROW_NUMBER,", "into,"),
 ]
 # fmt: on
 

@@ -35,6 +35,10 @@ def test_stateless_reads(cache: TokenCache) -> None:
     assert_stateless_reads(cache, cuts=(0, 1, 9, 10, 11, 28))
     assert [shard.num_rows for shard in cache.shards] == [30, 0, 28]
     assert [shard.cuts for shard in cache.shards] == [(0, 10, 20), (0,), (0, 10, 20)]
+    for i, shard in enumerate(cache.shards):
+        parts = [part.num_bytes for part in cache.manifest.parts if part.shard == i]
+        assert shard.num_bytes == sum(parts)
+        assert len([size for size in parts if size]) > 1 or not shard.num_rows
     with pytest.raises(SourceError, match="shard-2: rows 0:29 of 28 do not exist"):
         cache.read(2, 0, 29)
 

@@ -28,6 +28,7 @@ from easypipe import (
     WeightScheduler,
 )
 from easypipe.core.schema import SEGMENT_IDS, SOURCE
+from easypipe.plan.spec import MAX_WINDOW_DOCS, window_docs
 from pipelines import config, texts
 from strategies import examples
 
@@ -71,6 +72,23 @@ def test_weights_change_at_the_batch_of_the_step(tmp_path: Path, batch_size: int
     assert np.flatnonzero(np.diff(rows)).tolist() == [first - 1, first + 4 + 2 * 2 - 1], (
         "steps are of the batches that grew"
     )
+
+
+@pytest.mark.parametrize(
+    "points", [HALF_WAY, [{**HALF_WAY[1], "step": 0}, HALF_WAY[0] | {"step": 9}]]
+)
+def test_windows_bear_the_longest_documents_of_a_schedule(
+    tmp_path: Path, points: list[dict]
+) -> None:
+    datasets = [
+        DatasetConfig(name="code", data_files=[{"text": "a b"}] * 3),
+        DatasetConfig(name="docs", data_files=[{"text": texts(1)[0] * 999}] * 3),
+    ]
+    pipeline = Pipeline(config(tmp_path, datasets=datasets)).source().tokenize()
+    mixture = pipeline.mix({"weight_schedule": points}).load(LOAD).get_data()["mixed"].mixture
+    plan = mixture.plan(None)
+    assert plan.spec.window_docs == window_docs(plan.datasets, (0, 1)) < MAX_WINDOW_DOCS
+    assert window_docs(plan.datasets, (1, 0)) == MAX_WINDOW_DOCS
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])

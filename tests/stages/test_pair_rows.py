@@ -104,7 +104,8 @@ def test_a_document_is_both_answers_as_the_engine_writes_them(tmp_path, prompt, 
         better, worse = engine.encode_pair(row)
         assert ids == [*better[INPUT_IDS], *worse[INPUT_IDS]]
         assert mask == [*better[LOSS_MASK], SEGMENT_BREAK, *worse[LOSS_MASK][1:]]
-        np.testing.assert_array_equal(engine.encode(row)[INPUT_IDS], better[INPUT_IDS])
+        for name in (INPUT_IDS, LOSS_MASK):
+            np.testing.assert_array_equal(engine.encode(row)[name], better[name])
 
 
 def test_batches_have_the_pairs_of_all_rows_and_the_ledger_closes(tmp_path):

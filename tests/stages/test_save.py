@@ -420,6 +420,10 @@ def test_files_take_what_max_shard_size_says(
     sizes = [path.stat().st_size for path in sorted((tmp_path / "out").glob("part-*"))]
     limit = parse_bytes(size)
     assert folder.decided_by == "max_shard_size"
+    if kind == "parquet":
+        first = min((tmp_path / "out").glob("part-*"))
+        column = pq.read_metadata(first).row_group(0).column(0)
+        assert column.compression == {"none": "UNCOMPRESSED"}.get(codec, codec.upper())
     assert len(sizes) > 1
     assert all(0.9 * limit <= at <= 1.1 * limit for at in sizes[:-1]), [at / limit for at in sizes]
     assert sizes[-1] <= 1.1 * limit

@@ -590,6 +590,7 @@ def test_columns_that_do_not_fit(make: Callable[[], Transform], message: str) ->
         (lambda: Drop("a", "a"), "expected different column names"),
         (lambda: Extract({}), "expected names and paths"),
         (lambda: Combine("", "{a}"), "'' cannot name a column"),
+        (lambda: Combine(ROW_NUMBER, "{a}"), "'__row_number__' cannot name a column"),
         (lambda: Filter(pc.field("a") > 1, version="1"), "an expression says itself what it does"),
         (lambda: Expand("a", most=0), "0 rows are none"),
         (lambda: Expand("a", most=1, version="2"), "a column of lists has a type and no version"),

@@ -13,6 +13,7 @@ import laws
 from chat_support import MARKED, chat_tokenizer
 from easypipe import Chat, FilterNonEmpty, Rename
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.transforms.columns.base import TransformedSource
 from strategies import examples, row_cuts
@@ -92,8 +93,9 @@ def test_refusals() -> None:
         plain(InMemoryShardedSource({"messages": [1]}))
     with pytest.raises(SourceError, match="no column 'messages'"):
         plain(InMemoryShardedSource({"message": ["x"]}))
-    with pytest.raises(ConfigError, match="'' cannot name a column"):
-        Chat(chat_tokenizer(), into="")
+    for into in ("", ROW_NUMBER):
+        with pytest.raises(ConfigError, match=f"'{into}' cannot name a column"):
+            Chat(chat_tokenizer(), into=into)
     hostile = Chat(chat_tokenizer(), chat_template="{% for i in range(10**9) %}{% endfor %}")
     with pytest.raises(TokenizerError, match=r"row 0: .*the template cannot be used"):
         hostile(InMemoryShardedSource([{"messages": talk("a")}])).read(0, 0, 1)
