@@ -127,9 +127,10 @@ def test_credentials_of_the_machine_go_to_no_store_that_only_a_config_names(
     read(endpoint_url="http://127.0.0.1:9000")
     read(endpoint_url=ELSEWHERE, anon=True)
     read(endpoint_url=ELSEWHERE, key="its own", secret="too")
-    with monkeypatch.context() as patched:
-        patched.setenv("AWS_ENDPOINT_URL", ELSEWHERE)
-        read(endpoint_url=ELSEWHERE)
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST"):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, ELSEWHERE)
+            read(endpoint_url=ELSEWHERE)
     trust.trust_endpoint(ELSEWHERE)
     read(endpoint_url=ELSEWHERE)
 

@@ -524,12 +524,13 @@ def test_unknown_extension_and_options(tmp_path: Path) -> None:
         r"type=",
     ):
         open_files(path)
-    with pytest.raises(
-        SourceError,
-        match=r"a\.jsonl\.xz: \.xz files are not read \(have: \.gz, \.zst, \.zstd, \.bz2\)\. "
-        r"Unpack it",
-    ):
-        open_files(put(tmp_path / "a.jsonl.xz", "x"))
+    for ending in ("xz", "lzma", "zip", "tgz", "7z", "lz4", "br", "rar"):
+        have = r"\(have: \.gz, \.zst, \.zstd, \.bz2\)"
+        with pytest.raises(
+            SourceError,
+            match=rf"a\.jsonl\.{ending}: \.{ending} files are not read {have}\. Unpack it",
+        ):
+            open_files(put(tmp_path / f"a.jsonl.{ending}", "x"))
     with pytest.raises(
         SourceError, match=r"a\.idx: an index holds no tokens\. Name the file beside it: a\.bin\."
     ):

@@ -12,6 +12,7 @@ import struct
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -145,6 +146,27 @@ def test_pickled_columns_are_refused_by_name(tmp_path: Path) -> None:
         open_files(tar(tmp_path / "b.tar", [("x.npy", array)])).schema  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("name", "hashed"),
+    [
+        *((name, getattr(hashlib, name)) for name in ("md5", "sha1", "sha256", "sha512")),
+        ("xxh32", xxhash.xxh32),
+        ("xxh64", xxhash.xxh64),
+    ],
+)
+def test_every_hash_of_an_index_is_checked(tmp_path: Path, name: str, hashed: Any) -> None:
+    path, whole = folder(tmp_path / "mds", [texts(3)], [3]), texts(3)
+    index = json.loads((path / "index.json").read_text())
+    index["shards"][0]["raw_data"]["hashes"] = {name: hashed(whole).hexdigest()}
+    (path / "index.json").write_text(json.dumps(index))
+    assert open_files(path).read(0, 0, 3).num_rows == 3
+    (path / "shard.00000.mds").write_bytes(whole[:-1] + b"x")
+    with pytest.raises(
+        SourceError, match=rf"{name}: \w+, index.json says {hashed(whole).hexdigest()}"
+    ):
+        open_files(path).read(0, 0, 3)
+
+
 def test_the_index_is_checked(tmp_path: Path) -> None:
     path = folder(tmp_path / "mds", [texts(30), texts(12, 30)], [30, 12])
     first, whole = path / "shard.00000.mds", texts(30)
@@ -198,6 +220,23 @@ def test_members_of_one_name_are_a_row(tmp_path: Path, name: str) -> None:
         {"__key__": "d/2", "txt": "", "cls": None, "json": None, "input.ids.npy": None}
         | {"jpg": b"\xff"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "data", "value"),
+    [
+        (("txt", "text", "transcript"), "é".encode(), "é"),
+        (("cls", "cls2", "index", "inx", "id"), b"7", 7),
+        (("json", "jsn"), b"[1]", "[1]"),
+        (("jpg", "7"), b"7", b"7"),
+    ],
+)
+def test_what_a_member_is_follows_from_its_name(
+    tmp_path: Path, names: Sequence[str], data: bytes, value: Any
+) -> None:
+    path = tar(tmp_path / "a.tar", [(f"0.{name}", data) for name in names])
+    [row] = open_files(path).read(0, 0, 1).to_pylist()
+    assert row == {"__key__": "0"} | dict.fromkeys(names, value)
 
 
 def test_members_of_a_row_may_stand_in_any_order(tmp_path: Path) -> None:

@@ -955,7 +955,20 @@ def test_a_card_of_ones_own_stays(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [(0, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (5 * 10**8, "100M<n<1B"), (10**12, "n>1T")],
+    [
+        (0, "n<1K"),
+        (999, "n<1K"),
+        (1000, "1K<n<10K"),
+        (10**4, "10K<n<100K"),
+        (10**5, "100K<n<1M"),
+        (10**6, "1M<n<10M"),
+        (10**7, "10M<n<100M"),
+        (5 * 10**8, "100M<n<1B"),
+        (10**9, "1B<n<10B"),
+        (10**10, "10B<n<100B"),
+        (10**12 - 1, "100B<n<1T"),
+        (10**12, "n>1T"),
+    ],
 )
 def test_sizes_in_the_words_of_the_hub(rows: int, words: str) -> None:
     assert size_category(rows) == words

@@ -779,15 +779,22 @@ def test_tokens_that_only_the_config_declares_are_tokens(
     assert encoded.special.tolist() == [1]
 
 
-def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "named",
+    [
+        *(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
+        "additional_special_tokens",
+        "extra_special_tokens",
+    ],
+)
+def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path, named: str) -> None:
     word = next(
         token
         for i in range(300, 500)
         if (token := str(small_tokenizer().token(i))).isascii() and token.isalpha()
     )
-    tokenizer = declared(
-        tmp_path, {"additional_special_tokens": [word], "added_tokens_decoder": {"0": "no object"}}
-    )
+    value = [word] if named.endswith("s") else word
+    tokenizer = declared(tmp_path, {named: value, "added_tokens_decoder": {"0": "no object"}})
     assert word in tokenizer.special_tokens
     assert tokenizer.reference_encode(f"x{word}x")[1] == small_tokenizer()._reference.token_to_id(
         word
