@@ -438,15 +438,23 @@ def test_what_breaks_is_found_and_the_rest_goes_on() -> None:
     assert (second.state, second.says) == ("ok", "well")
 
 
-def test_what_cannot_be_prepared_is_told_once(
-    project: Path, capfd: pytest.CaptureFixture[str]
+def test_what_cannot_be_prepared_is_tried_and_told_once(
+    project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a traceback of the processes that would prepare it."""
+    usual, tried = Sample._prepared, list[str]()
+
+    def counted(self: Sample, name: str, config: Any) -> Any:
+        tried.append(name)
+        return usual(self, name, config)
+
+    monkeypatch.setattr(Sample, "_prepared", counted)
     assert main(["doctor", "train.yaml", "--set", "data.datasets.0.content_field=nowhere"]) == 1
     said = capfd.readouterr()
     assert "Traceback" not in said.err, said.err
     assert said.out.count("FAILED") == 1
     assert "for what 'no row is lost' says" in said.out
+    assert tried == ["sample"]
 
 
 WELL = {"segments": [1, 1, 2, 0], "positions": [0, 1, 0, 0]}

@@ -39,9 +39,11 @@ def test_a_reader_that_leaves_is_no_failure_to_report() -> None:
 def test_a_locale_of_ascii_shows_names_as_numbers(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(20)])
     path = tmp_path / "c.yaml"
-    for name, files, code, said in (
+    for name, files, code, said, *more in (
         ("wörld", data, 0, "w\\xf6rld"),
         ("a", tmp_path / "dätä.jsonl", 2, "d\\xe4t\\xe4.jsonl: no such file or folder"),
+        ("a", data, 0, "w\\xf6rld", "--set", "datasets.0.name=wörld".encode()),
+        ("a", data, 2, "'seed=\\udce4' is not text of UTF-8", "--set", b"seed=\xe4"),
     ):
         values = {
             "datasets": [{"name": name, "data_files": str(files)}],
@@ -50,7 +52,9 @@ def test_a_locale_of_ascii_shows_names_as_numbers(tmp_path: Path) -> None:
         }
         path.write_text(yaml.safe_dump(values, allow_unicode=True), encoding="utf-8")
         done = subprocess.run(
-            [*COMMAND, "prepare", str(path)], capture_output=True, env={**os.environ, **ASCII}
+            [*COMMAND, "prepare", str(path), *more],
+            capture_output=True,
+            env={**os.environ, **ASCII},
         )
         text = (done.stdout + done.stderr).decode("ascii")
         assert done.returncode == code, text

@@ -710,7 +710,9 @@ def test_labels_that_cannot_be_proven_are_refused(template: str, why: str) -> No
 def test_hostile_custom_templates_end_alone(name: str) -> None:
     source, why = HOSTILE[name]
     one = engine(format_type="custom", template=source, input_columns=("messages",))
-    error = SourceError if any(limit in why for limit in LIMITS) else HostileTemplateError
+    # whatever takes too long does so for the shortest row, too
+    alone = any(limit in why for limit in LIMITS) and "processor" not in why
+    error = SourceError if alone else HostileTemplateError
     with processor_time_of_workers(most=5), pytest.raises(error) as caught:
         one.render({"messages": [1]})
     assert any(part in str(caught.value) for part in why.split("|"))

@@ -426,6 +426,11 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
     """
     result = json.loads(json.dumps(values, default=str))
     for override in overrides:
+        try:  # where the locale is ASCII, the bytes of other letters come as halves of surrogates
+            override = override.encode("utf-8", "surrogateescape").decode()
+        except UnicodeError:
+            problem = f"{override!a} is not text of UTF-8"
+            raise ConfigError(at="--set", problem=problem, fix="Write it in UTF-8.") from None
         path, equals, text = override.partition("=")
         require(
             equals and all(path.split(".")) and path.count(".") < DEEPEST,

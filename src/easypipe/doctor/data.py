@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from easypipe.cache.reader import TokenCache
-from easypipe.core.errors import LedgerError
+from easypipe.core.errors import EasypipeError, LedgerError
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.core.schema import (
     IGNORE,
@@ -45,10 +45,18 @@ class Sample:
         self, config: PipelineConfig, folder: Path, rows: int, progress: ProgressListener = silent
     ) -> None:
         self._config, self.folder, self._rows, self._progress = config, folder, rows, progress
+        self._refused: EasypipeError | None = None
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        return self._prepared("sample", self._config)
+        """The rows, prepared once; what could not be prepared is not tried again."""
+        if self._refused is not None:
+            raise self._refused
+        try:
+            return self._prepared("sample", self._config)
+        except EasypipeError as error:
+            self._refused = error
+            raise
 
     @cached_property
     def batches(self) -> list[Batch]:

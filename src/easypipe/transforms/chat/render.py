@@ -116,7 +116,8 @@ class ChatTemplate:
 
         Raises:
             HostileTemplateError: The template does not compile, does what it must not, or goes
-                beyond its limits for five rows in sequence (a single such row is Refused).
+                beyond its limits for the shortest conversation or for five rows in sequence (a
+                single such row is Refused).
             StallError: A worker hangs.
         """
         spec = {**self._spec, "reader": asdict(reader or MessageReader())}
@@ -227,9 +228,10 @@ def answers_of(
                     answers[waiting[n]] = answer
                     continue
                 bad = waiting[n + answer.row] if isinstance(answer, Ended) else waiting[n]
+                blamed = isinstance(answer, Hostile) or (not ended and _ends_short(spec, rows[bad]))
                 ended.add(bad)
                 last = numbers[: numbers.index(bad) + 1][-MOST_ENDED:]
-                if isinstance(answer, Hostile) or (len(last) == MOST_ENDED and ended >= {*last}):
+                if blamed or (len(last) == MOST_ENDED and ended >= {*last}):
                     error = HostileTemplateError(
                         at=origin,
                         problem=f"the template cannot be used: {answer.why}",
@@ -240,6 +242,14 @@ def answers_of(
                 answers[bad] = Refused(BEYOND_LIMITS, answer.why)
                 break  # the rows before it had no answer yet: they are asked again
     return [answers[i] for i in range(len(rows))]
+
+
+def _ends_short(spec: Mapping[str, Json], row: Asked | Refused) -> bool:
+    """Whether a worker ends at the shortest row of the kind of `row`, too."""
+    fields = row.get("fields") if isinstance(row, Mapping) else None
+    short = _probes(parts=False)[0] if fields is None else {"fields": dict.fromkeys(fields, "x")}
+    with contextlib.closing(asked(spec, [short])) as batches:
+        return isinstance(next(batches)[0], Ended)
 
 
 def load_chat_template(
