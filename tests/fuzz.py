@@ -35,7 +35,8 @@ if "--atheris" in sys.argv:  # which has to see our code before it is imported
     import atheris  # pyright: ignore[reportMissingImports]
 
     root = Path(__file__).parents[1] / "src"
-    kernels = [  # which numba compiles: it knows no counters
+    kernels = ["easypipe.core.random"]  # which numba compiles, with others: it knows no counters
+    kernels += [
         ".".join(file.relative_to(root).with_suffix("").parts)
         for file in root.glob("easypipe/**/*.py")
         if "@jit" in file.read_text(encoding="utf-8")

@@ -1,7 +1,8 @@
 """gcp-storage-emulator in a process of its own, with what it leaves out: `ifGenerationMatch=0` on an
 object that is there answers 412, as https://cloud.google.com/storage/docs/request-preconditions
-says, and an object comes with the header x-goog-generation, which Google's own client reads
-(google.cloud.storage.blob.Blob._extract_headers_from_download).
+says, an object comes with the header x-goog-generation, which Google's own client reads
+(google.cloud.storage.blob.Blob._extract_headers_from_download), and one that is stored packed is told
+as that to who accepts it (https://cloud.google.com/storage/docs/transcoding).
 
 python gcs_emulator.py PORT BUCKET
 """
@@ -40,6 +41,8 @@ def with_generation(request: Any, response: Any, storage: Any, *args: Any) -> No
     with contextlib.suppress(NotFound):
         found = storage.get_file_obj(params["bucket_name"], params["object_id"])
         response["x-goog-generation"] = found["generation"]
+        if "gzip" in request.get_header("accept-encoding", "") and "contentEncoding" in found:
+            response["Content-Encoding"] = found["contentEncoding"]
     download(request, response, storage, *args)
 
 

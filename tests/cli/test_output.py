@@ -43,7 +43,14 @@ def test_a_locale_of_ascii_shows_names_as_numbers(tmp_path: Path) -> None:
         ("wörld", data, 0, "w\\xf6rld"),
         ("a", tmp_path / "dätä.jsonl", 2, "d\\xe4t\\xe4.jsonl: no such file or folder"),
         ("a", data, 0, "w\\xf6rld", "--set", "datasets.0.name=wörld".encode()),
-        ("a", data, 2, "'seed=\\udce4' is not text of UTF-8", "--set", b"seed=\xe4"),
+        (
+            "a",
+            data,
+            2,
+            "'seed=\\udce4' is not text of UTF-8. Write it in UTF-8.",
+            "--set",
+            b"seed=\xe4",
+        ),
     ):
         values = {
             "datasets": [{"name": name, "data_files": str(files)}],

@@ -18,7 +18,7 @@ import pytest
 import xxhash
 from fsspec.implementations.memory import MemoryFileSystem
 
-from easypipe.core import remote, storage
+from easypipe.core import ranged, remote, storage
 from easypipe.core.errors import MissingFileError, StorageError
 from easypipe.sources.files import resolve
 
@@ -326,7 +326,8 @@ def test_a_range_that_came_short_is_asked_for_again(monkeypatch: pytest.MonkeyPa
         answer = whole(fs, name, *args, **options)  # type: ignore[arg-type]
         return answer[:2] if asked == ["cat_file"] and isinstance(answer, bytes) else answer
 
-    monkeypatch.setattr(storage, "remote_call", call)
+    for module in (storage, ranged):
+        monkeypatch.setattr(module, "remote_call", call)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
     monkeypatch.setattr(remote, "time", clock)
     assert storage.read_range("memory://bucket/whole", 2, 8) == b"llo th"

@@ -15,6 +15,7 @@ import resource
 import ssl
 import time
 import traceback
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -498,6 +499,21 @@ def test_an_object_that_is_written_anew_while_it_is_read(
     store.filesystem.pipe_file(url, FILES[name].replace(b"row 29", b"ROW 29"))
     with pytest.raises(SourceError, match="the store says that the object is another now"):
         source.read(0, 0, rows)
+
+
+def test_an_object_that_is_stored_packed_is_read_as_it_is_stored(gs: Store) -> None:
+    """`gcloud storage cp --gzip-local` stores so; another client may unpack any number of bytes."""
+    packed = gzip.compress(bytes(1 << 26))
+    name = f"{gs.new()}/bomb.jsonl"
+    gs.filesystem.pipe_file(name, packed, fixed_key_metadata={"content_encoding": "gzip"})
+    tracemalloc.start()
+    try:
+        assert storage.read_range(name, 0, 2, gs.options) == packed[:2]
+        with pytest.raises(SourceError, match=r"bomb\.jsonl: is compressed \(gz\)"):
+            open_files(name, storage_options=gs.options).read(0, 0, 1)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
 
 
 def wait_a_second_for_a_new_host(

@@ -37,7 +37,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from easypipe.core.errors import EasypipeError, MissingFileError, StorageError, raising
-from easypipe.core.ranged import http_facts, http_options, http_range
+from easypipe.core.ranged import http_facts, http_options, http_range, object_range
 from easypipe.core.remote import (
     ShortReadError,
     StorageOptions,
@@ -202,22 +202,18 @@ def read_range(
     """
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> bytes:
-        if is_http(str(path)):
-            try:
+        try:
+            if is_http(str(path)):
                 return http_range(fs, str(path), start, stop, "", timeout_s)
-            except ShortReadError:
-                data = b""
-        else:
-            data = bytes(remote_call(fs, "cat_file", timeout_s, name, start=start, end=stop))
-        if len(data) != stop - start:
+            return object_range(fs, name, start, stop, "", timeout_s)
+        except ShortReadError:
             size = int(_fresh_info(fs, name, timeout_s).get("size") or 0)
             if size < stop:
                 raise StorageError(
                     at=public_url(str(path)),
                     problem=f"has {size} bytes, {start} to {stop} were asked for",
-                )
-            raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
-        return data
+                ) from None
+            raise
 
     return ask(path, storage_options, call, stop - start, "range")
 
