@@ -373,7 +373,10 @@ def test_validate_and_from_config_say_the_same(tmp_path: Path) -> None:
             {"datasets": [{"data_files": "x"}], "order": {"shuffle": False, "block_rows": 2}},
             "order.block_rows: has no effect without shuffle",
         ),
-        ({"datasets": [{"data_files": "x"}], "seed": -1}, "seed: -1 is outside [0, 2^63)"),
+        (
+            {"datasets": [{"data_files": "x"}], "seed": -1},
+            "seed: -1 is outside [0, 2^63). Give 0 or more.",
+        ),
         ({}, "datasets: required, but not given"),
     ],
 )

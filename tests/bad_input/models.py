@@ -213,7 +213,7 @@ PLACES = [
     ),
     Case(
         "EASYPIPE_CACHE that is a file",
-        "data.jsonl/",
+        "data.jsonl is a file. Give a folder.",
         options={"cache_dir": AWAY},
         run=within(EASYPIPE_CACHE="data.jsonl"),
     ),

@@ -325,6 +325,9 @@ def test_several_formats(hub: WebServer) -> None:
     ):
         HuggingFaceShardedSource("org/mixed")
     assert len(texts(HuggingFaceShardedSource("hf://datasets/org/mixed/*.parquet"))) == 5
+    publish(hub, "org/texts", {"a.csv": b"text\nx\n", "b.txt": b"x\n"})
+    with pytest.raises(SourceError, match=r"Name one kind: hf://datasets/org/texts/\*\.csv\."):
+        HuggingFaceShardedSource("org/texts")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from easypipe.cache.config import CacheConfig
 from easypipe.cache.folder import CacheFolder, RemoteFolder
 from easypipe.core import storage
 from easypipe.core.config import digest
+from easypipe.core.errors import require
 from easypipe.core.protocols import PipelineContext, ShardedSource, info_of
 from easypipe.core.remote import public_url
 
@@ -68,10 +69,12 @@ def cache_folder(given: str | Path | None, options: CacheConfig | None = None) -
 
     Raises:
         StorageError: The protocol of the URL is unknown.
+        ConfigError: The folder is a file.
     """
     chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
     if not storage.is_remote(chosen):
         local = Path(os.path.expanduser(str(chosen).removeprefix("file://"))).absolute()
+        require(not os.path.isfile(local), "cache_dir", f"{local} is a file", "Give a folder.")
         _tell_who_writes(local)
         return CacheFolder(local)
     options = options or CacheConfig()

@@ -54,8 +54,12 @@ class Part:
         counted = start == "0%" or start.isdigit()
         return int(self.stop) if counted and self.stop is not None and self.stop.isdigit() else None
 
-    def rows(self, num_rows: int) -> tuple[int, int]:
+    def rows(self, num_rows: int, at: str = "split") -> tuple[int, int]:
         """Returns the first row, and the row behind the last one.
+
+        Args:
+            num_rows: How many rows there are.
+            at: What errors call the part.
 
         Raises:
             ConfigError: The part holds none of `num_rows` rows.
@@ -63,7 +67,7 @@ class Part:
         start, stop = _bound(self.start, num_rows, 0), _bound(self.stop, num_rows, num_rows)
         require(
             start < stop,
-            "split",
+            at,
             f"{self.text!r} holds none of the {num_rows} rows",
             "Correct its bounds.",
         )
@@ -110,13 +114,18 @@ class PartialSource(Source):
     A shard that begins in the middle of a file is named `file[first:last]`, and its rows count from
     0. Opening it counts all rows.
 
+    Args:
+        source: All rows.
+        part: Which of them.
+        at: What errors call the part.
+
     Raises:
         SourceError: Rows cannot be counted.
         ConfigError: The part holds no row.
     """
 
-    def __init__(self, source: ShardedSource, part: Part) -> None:
-        self.source, self.part = source, part
+    def __init__(self, source: ShardedSource, part: Part, at: str = "split") -> None:
+        self.source, self.part, self._at = source, part, at
         self._known: tuple[tuple[Shard, int, int], ...] | None = None
 
     @property
@@ -149,7 +158,7 @@ class PartialSource(Source):
 
     def select(self, columns: Sequence[str]) -> PartialSource:
         """Returns the same rows with only `columns`, if the source can leave out the others."""
-        return PartialSource(select(self.source, columns), self.part)
+        return PartialSource(select(self.source, columns), self.part, self._at)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         inner, first = self._place(shard, stop)
@@ -183,7 +192,7 @@ class PartialSource(Source):
     def _pieces(self) -> tuple[tuple[Shard, int, int], ...]:
         """Every shard, its number in the source below, and the row at which it begins there."""
         if self._known is None:
-            self._known = tuple(_cut(self.source.shards, self.part))
+            self._known = tuple(_cut(self.source.shards, self.part, self._at))
         return self._known
 
 
@@ -213,11 +222,11 @@ def limited(source: ShardedSource, num_rows: int) -> PartialSource:
     return PartialSource(source, Part(f"[:{num_rows}]", None, str(num_rows), limits=True))
 
 
-def _cut(shards: Sequence[Shard], part: Part) -> Iterator[tuple[Shard, int, int]]:
+def _cut(shards: Sequence[Shard], part: Part, at: str) -> Iterator[tuple[Shard, int, int]]:
     """Yields (shard, its number in the source below, the row at which it begins there)."""
     start, stop = 0, part.first_rows or 0
     if not part.limits:
-        start, stop = part.rows(sum(_counted(shard, part) for shard in shards))
+        start, stop = part.rows(sum(_counted(shard, part) for shard in shards), at)
     before = 0
     for number, shard in enumerate(shards):
         if before >= stop:

@@ -123,7 +123,9 @@ class PipelineConfig:
                     fix="Give each its own name.",
                 )
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
-            yield ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)")
+            yield ConfigError(
+                at="seed", problem=f"{self.seed} is outside [0, 2^63)", fix="Give 0 or more."
+            )
         yield from _streaming_problems(self)
         paths = [dataset.cache_path for dataset in self.datasets]
         yield from _refused(

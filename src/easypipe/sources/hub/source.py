@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, Unpack
 
 import pyarrow as pa
@@ -231,6 +232,6 @@ def one_format(files: Sequence[FileRef], hub: HubRepo) -> str:
             at=hub.at,
             problem="files of several formats: "
             + ", ".join(f"{path} ({kind})" for kind, path in kinds.items()),
-            fix=f"Name one kind: {hub.at}/*.parquet.",
+            fix=f"Name one kind: {hub.at}/*{Path(next(iter(kinds.values()))).suffix}.",
         )
     return str(next(iter(kinds)))

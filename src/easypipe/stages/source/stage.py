@@ -148,7 +148,7 @@ def open_dataset(
     source = _without_conflicts(source, dataset)
     part = split_of(dataset)[1]
     if part is not None:
-        source = PartialSource(source, part)
+        source = PartialSource(source, part, f"dataset {dataset.name!r}, split")
     if dataset.num_rows is not None and not info_of(source).uncounted:
         source = limited(source, dataset.num_rows)
     return formatted(source, dataset)
