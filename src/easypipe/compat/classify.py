@@ -72,9 +72,9 @@ class ImagesConfig:
         data_files: A path, glob or list of parquet, Arrow or JSON files, rows in memory, or a
             dataset of the Hub, as in DatasetConfig. Images are encoded bytes, `{bytes, path}`, or
             arrays of 0 to 255 or of floats.
-        val_files: Rows of the same kind to evaluate on, all of them.
-        val_split: Instead of val_files: a share of data_files, drawn by the seed and not trained
-            on.
+        val_files: Rows of the same kind; all of them are used for evaluation.
+        val_split: The share of data_files, drawn by the seed, that is used for evaluation instead
+            of val_files, and not trained on.
         type: The format, as in DatasetConfig.
         split: The split, as in DatasetConfig.
         image_column: The column of images.

@@ -40,8 +40,8 @@ class DatasetSection:
         revision: Branch, tag or commit of a dataset of the Hub.
         data_files: {split: path, glob or URL}, read instead of `name`, which then only names the
             dataset.
-        num_rows: Read only the first rows of a split, this many.
-        streaming: Read forward and tokenize while training; nothing is counted or kept
+        num_rows: Read only this many rows of a split, from the first on.
+        streaming: Read forward and tokenize while training; no row is counted, no token kept
             (docs/streaming.md).
         storage_options: Options of fsspec for remote files, as in DatasetConfig.
     """

@@ -51,7 +51,7 @@ class DataLoaderConfig:
     docs/faces.md says which of these options have an effect here.
 
     Args:
-        batch_size: Rows of a batch, of each rank.
+        batch_size: Rows of a batch on each rank.
         shuffle: A new order every pass, keyed by the seed.
         num_workers: Threads that make batches ahead; 0 makes each when it is asked for. None takes
             half of the cores, from 1 to 4.
@@ -62,15 +62,15 @@ class DataLoaderConfig:
             uses pinned memory for this.
         drop_last: Leave out a last batch that is not full; None does so for shuffled rows, because
             every shape compiles a program.
-        seed: Seed of the order and of collators that draw. None draws one where it decides
-            anything, logs it, and keeps it as `loader.seed`.
+        seed: Seed of the order and of collators that use random numbers. None draws one where it
+            has an effect, logs it, and keeps it as `loader.seed`.
         collate_fn: Makes a batch of a list of rows. None takes the dataset's own function, else
             rows are stacked.
         num_epochs: Passes over the data in one iteration; the next iteration continues after them.
             None never ends.
         group_by_length: Put rows of text of similar length into one batch, as in LoadStageConfig; a
             rank groups its own rows.
-        rank: This rank: of every world_size neighbouring rows the one with this number is read.
+        rank: The number of this rank, which reads one of every world_size neighbouring rows.
         world_size: The number of ranks that share the rows.
     """
 

@@ -21,30 +21,32 @@ class LoadStageConfig:
         batch_size: Rows of a training step, over all processes and micro-batches.
         batch_size_schedule: `[[step, rows], ...]`, ascending, the first step 0: the batch size from
             each training step on. Every size is a shape of its own for compiled programs.
-        accumulation_steps: A. Above 1 every column is [A, rows / A, slots], for a program that adds
-            up the gradients of A micro-batches; micro-batch a holds the rows r of the batch with r
-            % A == a.
+        accumulation_steps: Micro-batches of a training step. With a number A above 1, every column
+            is [A, rows / A, slots], for a program that adds up the gradients; micro-batch a holds
+            the rows r of the batch with r % A == a.
         prefetch_enabled: Make batches ahead, in threads. False makes each batch when it is asked
             for, without a watch for stalls.
-        prefetch_workers: Threads that make batches ahead. One lays out some hundred million slots a
-            second; more help slow reads.
+        prefetch_workers: Threads that make batches ahead. One thread fills some hundred million
+            slots a second; more help with slow reads.
         prefetch_buffer_size: Most batches that are ready ahead of their use.
         shuffle_buffer_size: Permute rows within consecutive blocks of this many, keyed by the seed;
             None keeps the order of the plan. Blocks are counted over the whole run, so one may hold
-            the end of an epoch and the start of the next. With streaming, the documents of a
-            window, which are permuted and packed together; None takes 4,096, or fewer long ones.
+            the end of an epoch and the start of the next. With streaming, it is the number of
+            documents in a window, which are permuted and packed together; None takes 4,096, or
+            fewer if they are long.
         group_by_length: Put rows of similar length into one batch, for less padding. In every
             window of this many batches (such as 64), after the permutation of
             `shuffle_buffer_size`, rows are sorted by the slots they need, and the resulting batches
             permuted. Only for rows that are not packed.
         drop_last: Leave out a last batch that is not full. False yields it: smaller without a mesh;
             on a mesh, and in micro-batches, filled with rows of padding (segment 0, labels -100),
-            which add no shape and weigh nothing. `Loader.rows_of(step)` returns the real rows.
+            which add no shape and do not count in the loss. `Loader.rows_of(step)` returns the real
+            rows.
         prefetch_to_device: Without a mesh, put batches on a one-axis mesh of this process's
             devices; with a mesh they always go there.
         num_epochs: Passes over the data, up to 100,000; None never ends.
-        source_ids: Add the column source_ids: the number of the dataset that each token is of, in
-            the order of `Loader.source_names`.
+        source_ids: Add the column source_ids: the number of the dataset that each token comes from,
+            in the order of `Loader.source_names`.
         mesh: `{axis: size}`, one size may be -1, or a jax Mesh.
         partition_spec: How batches are divided over the mesh; None divides rows over its axes
             `data` and `fsdp`.

@@ -37,20 +37,20 @@ class SaveStageConfig:
             `max_shard_size` needs.
         max_shard_size: Bytes of a file on disk, as a number or as "500MB". Files are filled to
             within a tenth of it, estimated from samples of the data in this format and compression.
-            With num_shards too, whichever makes more files decides. None, if num_shards is None
-            too: an eighth of the data, between 16 MiB and 500 MiB before compression, so that
+            With num_shards too, whichever makes more files decides. None takes, if num_shards is
+            None too, an eighth of the data, between 16 MiB and 500 MiB before compression, so that
             several cores can write.
         overwrite: Replace the rows of another run in the folder. The old shards stay readable until
             the new ones are complete.
         storage_options: Passed to fsspec, for a remote output_dir or save_path: credentials, an
-            endpoint. Never logged, saved or part of an identity.
+            endpoint. Never logged, saved or part of a fingerprint.
         push_to_hub: Upload the complete folder to the dataset repository `hub_repo_id` of the
             Hugging Face Hub, in one commit.
         hub_repo_id: "user/name". Several datasets go to folders below its root. Read it back with
             `load_saved("hf://datasets/user/name")`.
         hub_private: Whether a new repository is private. True refuses an existing public one.
         hub_token: None takes HF_TOKEN from the environment, else the token of `hf auth login`.
-            Never logged, saved or part of an identity.
+            Never logged, saved or part of a fingerprint.
         hub_revision: Branch, created if it is missing; None is main.
     """
 

@@ -36,8 +36,8 @@ class PipelineConfig:
         seed: Seed of every order in the pipeline; None draws one, logs it and keeps it in
             `pipeline.get_context().seed`.
         cache_dir: The folder of tokens, indexes and plans; None takes EASYPIPE_CACHE, else the
-            user's cache folder. At a URL (`s3://`, `gs://`) only tokens are kept; files of this
-            machine alone stay in the user's cache folder.
+            user's cache folder. If it is a URL (`s3://`, `gs://`), only tokens are stored there;
+            locks, indexes and plans stay in the user's cache folder.
         cache: How a cache_dir (or a dataset's cache_path) that is a URL is reached and read.
         streaming: Read forward and tokenize while training: no row is counted, no token kept.
             docs/streaming.md says what differs.

@@ -174,9 +174,9 @@ class PreferenceConfig:
 
 @config
 class DistillConfig:
-    """Distillation: the model's distribution is drawn to that of a teacher at every target.
+    """Distillation: the model is trained towards a teacher's distribution at every target.
 
-    The data holds the teacher's k likeliest tokens in the place of every token, and their log-probs
+    The data holds the teacher's k likeliest tokens for every token, and their log-probs
     (`aligned_columns`). A token whose log-probs are all 0 has no teacher, and is trained by its
     label alone.
     """
@@ -184,7 +184,7 @@ class DistillConfig:
     # weight of the divergence from the teacher; the label's loss has the weight 1 - weight
     weight: float = 0.5
     ids: str = "teacher_ids"  # the column of the teacher's tokens
-    # the column of the teacher's log-probabilities of them, in nats
+    # the column of the teacher's log-probabilities of these tokens, in nats
     log_probs: str = "teacher_log_probs"
 
     def check(self) -> None:
@@ -259,10 +259,11 @@ class TrainingConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     preference: PreferenceConfig | None = None  # train on pairs of answers instead of next tokens
-    # train on the distribution of a teacher too, whose log-probabilities the data holds
+    # also train on a teacher's distribution, whose log-probabilities the data holds
     distill: DistillConfig | None = None
-    # a weight for each class of a classifier, in the order of their numbers: loss and nll are means
-    # by these weights, as in torch's CrossEntropyLoss(weight=...); None weighs all classes alike
+    # a weight for each class of a classifier, in the order of the class numbers: loss and nll are
+    # means by these weights, as in torch's CrossEntropyLoss(weight=...); None weighs all classes
+    # alike
     class_weights: ListOf[float] | None = None
     # add noise to the embeddings while training (NEFTune). Its largest value is neftune_alpha
     # divided by the root of (tokens of the document x width); 5 is usual, None adds none
@@ -280,7 +281,7 @@ class TrainingConfig:
     # steps between evaluations; None evaluates only after the last step
     eval_every: int | None = None
     eval_batches: int | None = None  # batches of each held-out loader; None takes all
-    # what each step and evaluation measures besides the loss: `sources` (each number by dataset),
+    # what each step and evaluation measures besides the loss: `sources` (each metric by dataset),
     # `bits_per_byte`, `token_accuracy`, `entropy`
     measure: ListOf[Measure] = ()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

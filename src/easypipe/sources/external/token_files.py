@@ -35,7 +35,7 @@ CUT_BYTES = 1 << 20
 
 @config
 class TokenFilesConfig:
-    """How documents lie in files of tokens.
+    """How documents are stored in files of tokens.
 
     Arrays of two dimensions, and Megatron's files with an index, need none of these options.
 
@@ -44,7 +44,7 @@ class TokenFilesConfig:
             their own.
         separator_id: The token that ends every document, most often EOS; it stays the document's
             last token.
-        document_tokens: Every document has this many tokens (the last one of a file maybe fewer),
+        document_tokens: Every document has this many tokens (the last of a file may have fewer),
             instead of a separator.
     """
 

@@ -66,13 +66,13 @@ class MixStageConfig:
             the config's `load`; a different one is refused.
         unit: What the weights are shares of: documents (`rows`), or their tokens that get a place
             in a row (`tokens`).
-        max_epochs: For each named dataset, how often a document of it may come in the whole run.
-            The dataset then leaves, and the others continue by their weights. A mixture that
-            restarts ends if all its datasets have such a number.
+        max_epochs: For each named dataset, how often each of its documents may be drawn in the
+            whole run. The dataset then leaves the mixture, and the others continue by their
+            weights. A mixture that restarts ends if all its datasets have such a limit.
         block_size: Round the shares to whole documents of a block of this size, so that every such
-            block holds the same number of each dataset; under a schedule, the shares of a window.
-            None keeps every prefix within one document of the weights. No effect with unit
-            `tokens`.
+            block holds the same number of each dataset; under a schedule, the shares of each window
+            are rounded. None keeps every prefix within one document of the weights. Refused with
+            unit `tokens`.
         stop_strategy: `restart` begins an exhausted dataset again and never ends; `first_exhausted`
             ends before the first document that an exhausted dataset would have to give;
             `all_exhausted` continues with the others, so that every document comes exactly once.
@@ -80,8 +80,8 @@ class MixStageConfig:
         allow_mixed_tokenizers: Accept datasets of different tokenizers, which are refused
             otherwise.
         provenance: Keep the column `__source__` in packed rows too: the dataset of every segment,
-            in their order. save() writes it, batches leave it out. Mixed rows that are not packed
-            always have it.
+            in the order of the segments. save() writes it, batches leave it out. Mixed rows that
+            are not packed always have it.
     """
 
     weights: dict[str, float] | None = None

@@ -30,8 +30,8 @@ class PackStageConfig:
             prompt or a first turn. They are in other rows, without that prompt; by default they
             have no targets.
         segments: With `concat`, what a segment is: a `document`, or the whole `row`. In the latter
-            case documents of a row see each other, positions count through, and every token but the
-            very first is a label.
+            case documents of a row see each other, positions run through the row, and every token
+            but the very first is a label.
         eos_token_id: Ends every document that does not end with it already. None takes the
             tokenizer's own; a different one is an error.
         pad_token_id: Fills the rest of a row; such slots have segment 0. None takes the tokenizer's

@@ -89,8 +89,8 @@ class DatasetConfig:
             `datasets`' save_to_disk; a dataset of the Hub (`hf://datasets/owner/name`, or
             `owner/name` with type="huggingface"); rows in memory (an Arrow table, a list of dicts,
             a dict of columns); a `datasets.Dataset`, a Grain data source, or any object that
-            returns dicts by number; a source of your own (see ShardedDataSource); a function
-            without arguments that yields dicts.
+            returns dicts by index; a source of your own (see ShardedDataSource); a function without
+            arguments that yields dicts.
         name: Its name in weights, reports and errors; None gives `dataset1`, `dataset2`, ... by
             position.
         type: The format, if the file names do not say it. `tokens` reads `.npy`, raw `.bin` and
@@ -103,13 +103,13 @@ class DatasetConfig:
             a commit when the source is opened.
         text_unit: What a document of `.txt` files is: a `line` (the default), a `paragraph` (lines
             up to a blank one, with the line breaks inside), or the whole `file`.
-        token_files: How documents lie in `.npy` and raw `.bin` files of tokens; for ArrayRecord
-            files, that records are tokens, of its dtype.
+        token_files: How documents are stored in `.npy` and raw `.bin` files of tokens. For
+            ArrayRecord files, it says that records are tokens of its dtype.
         hold_out: Read the rows that are held out for evaluation, or all others. `eval: {held_out:
             {from: data, fraction: 0.01, seed: 7}}` of a run sets it on both sides.
-        num_rows: Read only the first rows, this many, counted over the files in order.
+        num_rows: Read only this many rows, from the first on, counted over the files in order.
         version: Version of rows whose content is not read to identify them: a source of your own, a
-            function, or an object that returns dicts by number. Change it when they change. None
+            function, or an object that returns dicts by index. Change it when they change. None
             takes the object's attribute `version`; without one, rows by number are identified by
             their content, and the others are read again in every process.
         tokenizer: This dataset's tokenizer; None takes the stage's, then the pipeline's.
@@ -138,12 +138,13 @@ class DatasetConfig:
         message_fields: Maps the keys of your messages to OpenAI's (role, content, tool_calls,
             reasoning_content, train, train_ranges, weight), and to the `text` of typed parts:
             {role: from, content: value}.
-        template_date: The day (2026-01-31) for templates that ask for today's; None refuses those.
+        template_date: The day (2026-01-31) for templates that ask for today's date; None refuses
+            rows of such templates.
         chat_template_kwargs: Variables of the template besides messages, as in
             `apply_chat_template` of transformers: {enable_thinking: false}. A row's column
             `chat_template_kwargs` overrides it.
-        train_empty_thinking: Whether the empty thought that templates of reasoning models write
-            before an answer (`<think>\n\n</think>`) is trained; None means True, as in TRL's
+        train_empty_thinking: Whether the empty reasoning block that templates of reasoning models
+            write before an answer (`<think>\n\n</think>`) is trained; None means True, as in TRL's
             training templates. If a template has generation markers, they decide.
         tools_field: The column with the tools of each conversation; None takes the column `tools`,
             if there is one.
@@ -158,19 +159,19 @@ class DatasetConfig:
             a mapping of columns, row by row.
         format_version: Version of format_callback: raise it when the function changes. Without one,
             here or as the function's attribute `version`, tokens are not kept.
-        additional_fields: Columns that stay beside the tokens of saved documents
+        additional_fields: Columns that are kept beside the tokens of saved documents
             (`source().tokenize().save()`). Packed and mixed rows cannot hold them, and a warning
             says so.
         cache_path: A cache folder for this dataset alone, instead of the pipeline's cache_dir.
-        cache_enabled: False keeps no tokens: they lie in a temporary folder while the process runs,
-            and the next process makes them again.
+        cache_enabled: False stores tokens only in a temporary folder while the process runs; the
+            next process makes them again.
         on_error: What happens at a bad row: `error` stops, `skip` counts it by reason, `quarantine`
             also writes it to a file with its place. Texts of white space alone are not bad rows:
             they are left out and counted.
         max_bad_rows: With skip and quarantine, stop after this many bad rows; None means no limit.
         aligned_columns: For rows of tokens: columns of lists as long as input_ids, whose values
             travel with the tokens into batches (weights, log-probs, advantages). If a list has k
-            values for each token and its type does not say so, {name: k}.
+            values for each token and its type does not say so, give {name: k}.
         save_path: Where `save()` writes this dataset, instead of the save stage's own.
         save_format: The format in which `save()` writes this dataset, instead of the save stage's
             own.

@@ -17,11 +17,11 @@ class TokenizeStageConfig:
             None keeps all.
         batch_size: Texts encoded at a time; affects memory and speed, never tokens.
         num_workers: Ranges of rows that are read and encoded at a time, each held in memory; None
-            takes one per core. Of datasets below 1 MB so many, or 8, are prepared at a time.
-        cache_tokenized: False is cache_enabled=False for every dataset; None and True keep tokens.
-            Streaming keeps none, and with True a warning says so.
-        remove_columns: Columns of the sources that do not stay beside the tokens of saved
-            documents; all others do. None removes all but each dataset's additional_fields.
+            takes one per core. As many datasets below 1 MB (8 with None) are prepared at a time.
+        cache_tokenized: False means cache_enabled=False for every dataset; None and True store
+            tokens. Streaming stores none, and with True a warning says so.
+        remove_columns: Columns of the sources that are not kept beside the tokens of saved
+            documents; all others are. None removes all but each dataset's additional_fields.
     """
 
     default_tokenizer: TokenizerConfig | str | None = None

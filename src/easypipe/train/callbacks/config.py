@@ -15,7 +15,7 @@ Mode = Literal["min", "max"]
 class EarlyStoppingConfig:
     """Stops the run if `metric` did not improve for `patience` of its values in succession.
 
-    The last step is saved, and the run has ended: started again, it stays there, unless
+    The last step is saved, and the run has ended: starting it again does nothing, unless
     `train.resume_changes: [ended]` lets it continue.
     """
 
@@ -117,10 +117,10 @@ class MlflowConfig:
 
 @config
 class ProfileConfig:
-    """Traces host and devices from the dispatch of step `start` until `steps` steps are through.
+    """Traces host and devices from the dispatch of step `start` until `steps` steps have ended.
 
-    The traces lie in `profile/` in the output folder (one process of a run writes them);
-    `tensorboard --logdir` opens it, with the plugin of the package xprof.
+    The traces are in `profile/` in the output folder (one process of a run writes them);
+    `tensorboard --logdir` shows them, with the plugin of the package xprof.
     """
 
     start: int = 10  # the first step that is traced; step 1 includes the compilation
@@ -135,7 +135,8 @@ class HeartbeatConfig:
     """Each process renews heartbeat-<process>.json in the output folder as its training goes on.
 
     The file has step, steps, status (running, ended, stopped by a signal, failed), time (UNIX
-    seconds), host and pid. A run that hangs renews nothing: it is the training thread that writes.
+    seconds), host and pid. The training thread writes the file, so a run that hangs does not renew
+    it.
     """
 
     every_s: float = 10.0  # the file is renewed at most once in this many seconds
@@ -148,7 +149,7 @@ class HeartbeatConfig:
 class LmEvalConfig:
     """Scores of tasks of lm-eval, the Language Model Evaluation Harness.
 
-    As a callback it asks the model at every checkpoint, on one host, and writes a line with `step`
+    As a callback it runs the tasks at every checkpoint, on one host, and writes a line with `step`
     and `results` to lm_eval.jsonl in the output folder. Needs the extra [eval].
     """
 
@@ -176,7 +177,7 @@ class SamplesConfig:
 
     Conversations are answered by the chat template of the run.
 
-    They are drawn every `every` steps and after the last one, on one host, and written to
+    Texts are generated every `every` steps and after the last one, on one host, and written to
     samples.jsonl in the output folder, which `easypipe report` shows.
     """
 
@@ -202,7 +203,7 @@ class SamplesConfig:
 
 @config
 class CallbacksConfig:
-    """Callbacks by name; one that is given, if only as `{}`, is on.
+    """Callbacks by name; each one that is named, even as `{}`, is on.
 
     Others come from Python: `Trainer(..., callbacks=[...])`.
     """

@@ -81,7 +81,7 @@ class RopeScaling:
 class ModelConfig:
     """The shape of a decoder.
 
-    The defaults have 4.7 M parameters with a vocabulary of 8,192: what 2 cores train in minutes.
+    The defaults have 4.7 M parameters with a vocabulary of 8,192; 2 cores train them in minutes.
     """
 
     # tokens of the vocabulary; None takes the tokenizer's number, which the run fills in

@@ -74,12 +74,12 @@ class FewShotConfig:
     """Solved examples before every row; none of their tokens is trained.
 
     Args:
-        examples: Rows, as dicts with the columns of the format: these, in this order, for every
-            row.
-        data_files: A file of rows (JSON lines, a JSON array, parquet) to draw from instead, such as
-            the dataset's own; it is held in memory.
-        count: How many are drawn for each row, by seed and row alone; an example that equals the
-            row is never drawn.
+        examples: Examples, as dicts with the columns of the format; every row gets all of them, in
+            this order.
+        data_files: A file of rows (JSON lines, a JSON array, parquet) to draw examples from
+            instead, such as the dataset's own; it is held in memory.
+        count: How many examples are drawn for each row, by seed and row alone; an example that
+            equals the row is never drawn.
         seed: Seed of the draws.
         separator: The text between examples, and between the last one and the row; chat templates
             write their own.
@@ -134,7 +134,7 @@ class PromptConfig:
         input_columns: The columns that are read besides the label: for messages the column that
             holds them, for "custom" the columns that the template names.
         label_column: The column that is trained; "custom" without one trains all. For messages, the
-            column of those that answer the conversation in input_columns.
+            column of the messages that answer the conversation in input_columns.
         rejected_column: The column of the answer that was not preferred; makes pairs of rows for
             train.preference. The second row of a pair has it in place of the label (for "text", and
             messages without a label, of the column itself). For "text", and messages with train_on
@@ -155,23 +155,25 @@ class PromptConfig:
             message, if it is the assistant's; with a label_column, where it is the default, all
             that the template writes after the prompt) or `all`; a message's own `train` (true or
             false) overrides it. Else `completion` (the default if there is a label) or `all`.
-        roles_to_train: For messages, whose turns are trained: `assistant` (what train_on
-            `assistant` means), `user`, `system`, `tool`, `developer`. Of others than the assistant
-            the words are trained, and an end that the assistant's turns have too. A message's own
-            `train` overrides it for any role; an empty list trains those messages alone.
+        roles_to_train: For messages, the roles whose turns are trained: `assistant` (what train_on
+            `assistant` means), `user`, `system`, `tool`, `developer`. For other roles than the
+            assistant, the content is trained, and the end of the turn if the assistant's turns end
+            in the same way. A message's own `train` overrides it for any role; with an empty list,
+            only messages with `train` are trained.
         train_on_eos: Whether the end of a trained turn (`<|im_end|>`, EOS) is trained too: of every
             `turn` (default), the `last` one, or `none`; for a text completion, its EOS.
-        template_date: The day (2026-01-31) for templates that ask for today's; None refuses those.
+        template_date: The day (2026-01-31) for templates that ask for today's date; None refuses
+            rows of such templates.
         chat_template_kwargs: Variables of the template besides messages, as in
             `apply_chat_template` of transformers: {enable_thinking: false}. A row's column
             `chat_template_kwargs` overrides it.
-        reasoning: What becomes of what messages think (`reasoning_content`, or `<think>` in their
-            content): `keep` (default): trained where the template prints it; `mask`: seen, and no
-            target; `per_turn`: a sample for each trained turn, which ends with it, so that the
-            reasoning that templates drop from earlier turns is trained. Turns that a later sample
-            writes in the same way are trained there.
-        train_empty_thinking: Whether the empty thought that templates of reasoning models write
-            before an answer (`<think>\n\n</think>`) is trained; None means True, as in TRL's
+        reasoning: What happens to the reasoning of messages (`reasoning_content`, or `<think>` in
+            their content). `keep` (default): it is trained where the template prints it. `mask`: it
+            is in the context, but no target. `per_turn`: each trained turn becomes a sample that
+            ends with it, so that the reasoning that templates drop from earlier turns is trained;
+            turns that a later sample renders in the same way are trained there.
+        train_empty_thinking: Whether the empty reasoning block that templates of reasoning models
+            write before an answer (`<think>\n\n</think>`) is trained; None means True, as in TRL's
             training templates. If a template has generation markers, they decide.
     """
 

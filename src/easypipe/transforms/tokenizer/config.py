@@ -108,8 +108,8 @@ class TokenizerConfig:
             makes the row a bad row.
         return_attention_mask: Add `attention_mask` to batches (1 for a token, 0 for padding).
         trust_remote_code: Refused; easypipe reads tokenizer.json files, which hold no code.
-        backend: "auto" uses gigatoken if a check found it equal; "gigatoken" makes anything else an
-            error; "tokenizers" is the reference.
+        backend: "auto" uses gigatoken if a check found it equal; "gigatoken" raises an error if it
+            cannot be used; "tokenizers" is the reference.
     """
 
     name_or_path: str

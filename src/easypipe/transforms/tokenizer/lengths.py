@@ -46,18 +46,19 @@ class LengthPolicy:
 
     Args:
         policy: "error" makes them bad rows; "drop" leaves them out; "keep_start" and "keep_end"
-            keep that end; "middle" keeps both ends, half of the length each; "split" makes several
-            documents; "trim_oldest_turns" removes whole turns of a conversation, the oldest first,
-            but never the system prompt or the last turn; "trim_prompt_first" removes the beginning
-            of the part before the first trained token, and cuts trained tokens at their end only if
-            that is not enough.
+            keep the start or the end; "middle" keeps both ends, half of the length each; "split"
+            makes several documents; "trim_oldest_turns" removes whole turns of a conversation, the
+            oldest first, but never the system prompt or the last turn; "trim_prompt_first" removes
+            the beginning of the part before the first trained token, and cuts trained tokens at
+            their end only if that is not enough.
         overlap: With "split", tokens of the previous document that each document begins with, as
             context; they are not trained again. With 0, the first token of each document is not
             trained.
         boundary: Cut at the end of a sentence, a clause (or sentence) or a word, if at least half
-            of the length stays; else at the next finer one, and at any token if no word ends.
-        budgets: Most tokens of columns of a prompt (not the label), cut at their end before the
-            prompt is written: {"context": 512}.
+            of the length stays; else at the end of the next smaller unit, and at any token if no
+            word ends.
+        budgets: Most tokens of single columns of a prompt (not the label): {"context": 512}. Longer
+            ones are cut at their end before the prompt is rendered.
     """
 
     policy: Literal[

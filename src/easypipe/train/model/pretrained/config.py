@@ -33,7 +33,7 @@ class PretrainedConfig:
     scan_layers: bool = True  # compile one layer and run it for each; False compiles each one
     # new tokens of its tokenizer; their rows of embeddings and head begin as the mean of the others
     add_tokens: ListOf[str] = ()
-    # train the rows of add_tokens and nothing else; with train.lora they are trained beside it
+    # train the rows of add_tokens and nothing else; refused with train.lora, which trains them too
     only_added_tokens: bool = False
 
     def check(self) -> None:
