@@ -141,12 +141,12 @@ def test_text_called_parquet(tmp_path: Path) -> None:
 
 def test_truncated_parquet(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "whole.parquet")
-    path = put(tmp_path / "a.parquet", (tmp_path / "whole.parquet").read_bytes()[:-100])
-    refused(
-        path,
-        "{path}: truncated: it begins as parquet but ends without the footer's b'PAR1'. Copy or "
-        "write it again.",
-    )
+    for data in ((tmp_path / "whole.parquet").read_bytes()[:-100], b"PAR1", b"PAR1PAR1"):
+        refused(
+            put(tmp_path / "a.parquet", data),
+            "{path}: truncated: it begins as parquet but ends without the footer's b'PAR1'. Copy "
+            "or write it again.",
+        )
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
