@@ -15,11 +15,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +34,8 @@ from easypipe.compat.classify import Images, ImagesConfig
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.train import trainer as engine
 from easypipe.train.finished import load_trained
+from easypipe.train.model.classifier import Classifier
+from easypipe.train.model.config import ClassifierConfig
 from easypipe.train.record import read_kept
 from loader_processes import free_port
 from strategies import examples
@@ -385,6 +389,26 @@ def test_options_of_the_network(tmp_path: Path) -> None:
     }
     assert shapes(kind="mlp", hidden_sizes=[]) == {"out.kernel": (16, 3)}
     assert shapes(image_shape=[4, 4, 1]) == shapes()
+
+
+def test_the_logits_are_those_of_the_network_that_is_described() -> None:
+    pixels = np.random.default_rng(0).normal(size=(3, 4, 4, 2)).astype(np.float32)
+    for kind in ("mlp", "convnet"):
+        shape = {"hidden_sizes": (5,), "num_classes": 3, "image_shape": (4, 4, 2)}
+        model = Classifier(ClassifierConfig(kind=kind, **shape), nnx.Rngs(1))
+        kernel, bias = (
+            np.asarray(one[...]) for one in (model.layers[0].kernel, model.layers[0].bias)
+        )
+        if kind == "mlp":
+            inner = np.maximum(pixels.reshape(3, -1) @ kernel + bias, 0)
+        else:
+            padded = np.pad(pixels, ((0, 0), (1, 1), (1, 1), (0, 0)))
+            places = [(i, j) for i in range(3) for j in range(3)]
+            made = sum(padded[:, i : i + 4, j : j + 4] @ kernel[i, j] for i, j in places) + bias
+            halved = np.maximum(made, 0).reshape(3, 2, 2, 2, 2, 5).max(axis=(2, 4))
+            inner = halved.mean(axis=(1, 2))
+        out = np.asarray(model.out.kernel[...])
+        np.testing.assert_allclose(model(jnp.asarray(pixels)), inner @ out, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

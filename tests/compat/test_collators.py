@@ -229,6 +229,8 @@ def test_whole_words_are_hidden_together(tmp_path: Path):
             assert hidden.all() or not hidden.any()
             split += hidden.size > 1
     assert split > 50
+    first = {text: starts[tokenizer.reference_encode(text)[0]] for text in ("\n", "\t", " a", "a")}
+    assert first == {"\n": True, "\t": True, " a": True, "a": False}
     by_ids = [{"input_ids": [5, 6, 7, 8], "word_ids": [None, 0, 0, 1]}] * 8
     labels = create_masked_lm_collate(
         mask_token_id=3, vocab_size=9, whole_word=True, probability=0.5

@@ -9,7 +9,7 @@ import pytest
 
 from easypipe import CollatorRegistry, TaskSpec
 from easypipe.compat.collators import default_collate
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, SourceError
 from pipelines import tokenizer
 
 TOKENS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
@@ -58,6 +58,9 @@ def test_built_ins_make_batches():
     assert registry.get_collator(task("text", "masked_lm"), mask_token_id=9, vocab_size=10)(TOKENS)[
         "labels"
     ].shape == (2, 3)
+    hidden = {"mask_token_id": 9, "vocab_size": 10, "max_length": 2}
+    with pytest.raises(SourceError, match="3 tokens do not fit max_length 2"):
+        registry.get_collator(task("text", "masked_lm"), **hidden)(TOKENS)
     made = registry.get_collator(task("text", "seq2seq"), decoder_start_token_id=0)(
         [{"input_ids": [1], "labels": [2]}]
     )

@@ -16,10 +16,12 @@ from typing import Any
 import jax
 import optax
 import pytest
+import typer
 from flax import nnx
 
 from easypipe import train_bpe
 from easypipe.cli import main
+from easypipe.cli.export import _tell
 from easypipe.interop import exported as exported_
 from easypipe.interop.exported import differences, token_differences
 from easypipe.train import load_pretrained, save_pretrained
@@ -133,6 +135,15 @@ def test_a_package_that_is_not_there_is_named_before_anything_is_written(
     said = capsys.readouterr().err
     assert "--check: needs the package torch" in said
     assert "pip install 'easypipe[check]'" in said
+
+
+def test_differences_are_told_and_end_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    _tell("transformers", [], "logits")
+    assert "transformers opens it as it was trained: equal logits" in capsys.readouterr().out
+    with pytest.raises(typer.Exit) as ended:
+        _tell("transformers", iter(["one token", "another"]), "logits")
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().out == "differs: one token\ndiffers: another\n"
 
 
 @needs_torch

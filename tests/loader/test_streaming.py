@@ -921,6 +921,10 @@ def test_ranks_share_the_rows_of_streams(tmp_path: Path) -> None:
     resumed.restore(stopped.state())
     assert len(list(itertools.islice(resumed, 3))) == 3
     assert resumed.ledger().find("load", "stream", "rows").out["in batches"] == 3 * 8
+    ended = build(tmp_path).of_rank(0, 2)
+    assert len(list(ended)) > 1
+    rows = ended.ledger().find("load", "stream", "rows")
+    assert rows.out == {"in batches": rows.into["made"]}
 
 
 def test_only_reading_tells_what_stands_in_a_batch(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_adapters_and_new_tokens_are_trained_together_and_resume(
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ({"add_tokens": ["<|endoftext|>"]}, "has the token '<|endoftext|>' already"),
+        ({"add_tokens": ["<|endoftext|>"]}, "has the token '<|endoftext|>' already. Leave it out."),
         ({"add_tokens": ["a", "a"]}, "add_tokens[1]: 'a' stands there before"),
         ({"add_tokens": [""]}, "add_tokens[0]: is empty"),
         ({"only_added_tokens": True}, "only_added_tokens: has no effect without add_tokens"),
@@ -183,6 +183,7 @@ def test_what_cannot_be_added_is_refused(named: dict[str, Any], said: str, tied:
     with pytest.raises(ConfigError) as caught:
         build()
     assert said in str(caught.value)
+    assert str(caught.value).count(caught.value.fix) == 1
 
 
 def test_tokens_of_another_tokenizer_are_refused(tied: Path, tmp_path: Path) -> None:

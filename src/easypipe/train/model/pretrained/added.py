@@ -33,7 +33,10 @@ def _grown(folder: Path, tokens: tuple[str, ...]) -> tuple[str, range]:
         first = tokenizer.vocab_size
         return tokenizer.definition_with(tokens), range(first, first + len(tokens))
     except EasypipeError as error:
-        raise ConfigError(at="model.add_tokens", problem=str(error), fix=error.fix) from error
+        problem = f"{error.at}: {error.problem}"
+        raise ConfigError(
+            at="model.add_tokens", problem=problem, have=error.have, fix=error.fix
+        ) from error
 
 
 def added_ids(folder: Path, tokens: Sequence[str]) -> range:
