@@ -118,6 +118,10 @@ REFUSED = [
     ),
     ({**GOOD, "flag": "maybe"}, "flag: wants true or false, got 'maybe' (str)"),
     ({**GOOD, "many": "a"}, "many: wants a list, got 'a' (str). Write [a]."),
+    (
+        {**GOOD, "many": None},
+        "many: wants a list, got None (NoneType). Give one, or leave it out.",
+    ),
     ({**GOOD, "files": ["a", 3]}, "files[1]: wants a text, got 3 (int)"),
     ({}, "inner: required, but not given. Set 'inner'."),
 ]

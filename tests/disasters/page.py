@@ -34,7 +34,7 @@ It needs Linux and a C compiler: a small library counts the calls of libc that c
 to memory that is mapped, and the renaming of `model.safetensors` within an export that has no name yet.
 
 *First* and *second of two*, *third of four processes* are runs of `jax.distributed`, of which one process is struck; the others are ended 5 s after it, as those do that start
-such runs. A worker of Ray is killed at the steps of its commits by `tests/executors/test_ray.py`. `EASYPIPE_PATIENCE_S` is how long a job may take, 120 s without it.
+such runs. A worker of Ray is killed at the steps of its commits by `tests/executors/test_ray.py` (at all 16 on 2026-11-27: none came to anything else). `EASYPIPE_PATIENCE_S` is how long a job may take, 120 s without it.
 
 To try your own machine, clone the repository and let the jobs run on the file system that yours run on: `TMPDIR=/mnt/shared nox -s disasters`. For your own config
 and data there is [`easypipe doctor`](doctor.md), which kills and resumes on them, and needs neither a clone nor a compiler.

@@ -560,6 +560,8 @@ def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     section, fix = _spelled(value, _hints(cls).get(str(loc[0]))) if len(loc) == 1 else (None, None)
     options = None if section is None else _field_names(section)
+    if value is None and fix is None:
+        fix = "Give one, or leave it out."
     return ConfigError(
         at=at, problem=f"{wanted}, got {shown} ({type(value).__name__})", have=options, fix=fix
     )
