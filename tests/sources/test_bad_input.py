@@ -482,8 +482,9 @@ def test_schemas_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         read_all(open_files([a, b]))
     assert str(caught.value) == (
-        f"{b}, column 'id': is large_string here and int64 in {a}. Leave 'id' out with "
-        "columns=[...], or rewrite one of the files."
+        f"{b}, column 'id': is large_string here and int64 in {a}. Rewrite one of the "
+        "files, or make two datasets of them; a source in Python may leave the column out with "
+        "columns=[...]."
     )
     assert [row["text"] for row in read_all(open_files([a, b], columns=["text"]))] == ["x", "y"]
 

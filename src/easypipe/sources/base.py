@@ -309,7 +309,8 @@ class FileSource(Source):
         except pa.ArrowException as error:
             raise file.error(
                 f"cannot be read as {kind}, which it has in other files or rows: {error}",
-                f"Leave {name!r} out with columns=[...], or rewrite the file.",
+                "Rewrite the file, or give it a dataset of its own; a source in Python may leave "
+                "the column out with columns=[...].",
                 column=name,
             ) from error
 

@@ -32,6 +32,10 @@ from easypipe.core.schema import (
 )
 from easypipe.core.values import Int64
 
+_DIFFERS = (
+    "Rewrite one of the files, or make two datasets of them; a source in Python may leave the "
+    "column out with columns=[...]."
+)
 UNITS = ("s", "ms", "us", "ns")  # units of time, each finer than the one before
 
 
@@ -148,8 +152,7 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
                 raise SchemaError(
                     at=f"{path}, column {field.name!r}",
                     problem=f"is {field.type} here and {before} in {origin[field.name]}",
-                    fix=f"Leave {field.name!r} out with columns=[...], or rewrite one of the "
-                    "files.",
+                    fix=_DIFFERS,
                 ) from None
             origin.setdefault(field.name, path)
     return pa.schema(
@@ -172,7 +175,7 @@ def _require_same_classes(
         raise SchemaError(
             at=f"{path}, column {field.name!r}",
             problem=f"its classes are {classes} here and {classes_of(first)} in {before}",
-            fix=f"Leave {field.name!r} out with columns=[...], or rewrite one of the files.",
+            fix=_DIFFERS,
         )
 
 

@@ -308,7 +308,8 @@ class Observer:
             raise SchemaError(
                 at=self._path,
                 problem=f"its rows have more than {MAX_KEYS} different keys",
-                fix="Name those to read with columns=[...].",
+                fix="Name those to read with columns=[...] of a source in Python; a config without "
+                "format_callback reads only those that its options name.",
             )
         nested = pa.schema(list(self._nested.items()))
         return {
