@@ -1042,6 +1042,8 @@ FAULTS = [
           'problem = f"{error.at}: {error.problem}"', "problem = str(error)"),
     fault("what helps with new tokens is not told", "train/model/pretrained/added.py", "tests/train/test_added_tokens.py -k cannot_be",
           "have=error.have, fix=error.fix", 'have=error.have, fix=""'),
+    fault("a batch is explained only where its devices are", "history.py", "tests/test_explain.py -k the_command",
+          "mesh=None, partition_spec=None", "partition_spec=None"),
     fault("a document less is as good", "doctor/data.py", "tests/test_doctor.py -k other_masks",
           "range(max(cache.num_docs, other.num_docs))", "range(min(cache.num_docs, other.num_docs))"),
     fault("devices add gradients of the head in its dtype", "kernels/loss/chunked.py", "tests/kernels/test_loss.py -k shares_of_a_sum",

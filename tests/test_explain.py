@@ -229,7 +229,7 @@ def run_yaml(tmp_path: Path) -> Path:
     values = to_dict(config(tmp_path)) | {
         "mix": {"stop_strategy": "restart"},
         "pack": {"seq_length": 64},
-        "load": {"mesh": {"data": -1}},
+        "load": {"mesh": {"data": 64}},
     }
     path = tmp_path / "run.yaml"
     path.write_text(
