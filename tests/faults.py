@@ -1080,7 +1080,7 @@ FAULTS = [
     fault("a part from the end is looked for in the first rows", "sources/splits.py", "tests/sources/test_hub.py -k parts",
           'counted = start == "0%" or start.isdigit()', "counted = True"),
     fault("a dataset's own cache has no options", "cache/location.py", "tests/stages/test_remote_cache.py -k bucket_of_its_own",
-          "return cache_folder(own, context.config.cache)", "return cache_folder(own)"),
+          "cache_folder(dataset.cache_path, context.config.cache, key)", "cache_folder(dataset.cache_path, None, key)"),
     fault("row numbers are a column of the data", "stages/source/columns.py", "tests/stages/test_formats.py -k keeps_the_others",
           "have = data_columns(source.schema)", "have = source.schema.names"),
     fault("a text that is cut gets no EOS", "stages/tokenize/token_rows.py", "tests/stages/test_cache_writer.py -k truncation_are_counted",

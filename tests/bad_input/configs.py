@@ -165,7 +165,9 @@ OPTIONS = [
     option("cache_path", datasets__0__cache_path=""),
     option("File name too long … Check the path", datasets__0__cache_path="x" * 6000),
     option("cache_path", datasets__0__cache_path="a\0b"),
-    option("data.jsonl … Not a directory", datasets__0__cache_path="data.jsonl"),
+    option(
+        "cache_path … data.jsonl is a file … Give a folder", datasets__0__cache_path="data.jsonl"
+    ),
     option("storage_options", datasets__0__storage_options="x"),
     option("tokenizer", datasets__0__tokenizer={"name_or_path": ""}),
     option("tokenizer", datasets__0__tokenizer={}),

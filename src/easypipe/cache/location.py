@@ -60,12 +60,15 @@ def _tell_who_writes(folder: Path) -> None:
         log.info("%s: this cache is written by another user (uid %d)", folder, status.st_uid)
 
 
-def cache_folder(given: str | Path | None, options: CacheConfig | None = None) -> CacheFolder:
+def cache_folder(
+    given: str | Path | None, options: CacheConfig | None = None, key: str = "cache_dir"
+) -> CacheFolder:
     """Returns the cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's.
 
     Args:
         given: The config's folder; None if it names none.
         options: The options for a folder at a URL.
+        key: The key of `given`, for error messages.
 
     Raises:
         StorageError: The protocol of the URL is unknown.
@@ -74,7 +77,8 @@ def cache_folder(given: str | Path | None, options: CacheConfig | None = None) -
     chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
     if not storage.is_remote(chosen):
         local = Path(os.path.expanduser(str(chosen).removeprefix("file://"))).absolute()
-        require(not os.path.isfile(local), "cache_dir", f"{local} is a file", "Give a folder.")
+        at = key if given else "EASYPIPE_CACHE"
+        require(not os.path.isfile(local), at, f"{local} is a file", "Give a folder.")
         _tell_who_writes(local)
         return CacheFolder(local)
     options = options or CacheConfig()
@@ -141,10 +145,10 @@ def cache_folder_of(
 
 def own_folder(dataset: Any, context: PipelineContext) -> CacheFolder:
     """Returns the dataset's cache_path, else the cache folder of the pipeline."""
-    own = None if dataset is None else dataset.cache_path
-    if own is not None:
-        return cache_folder(own, context.config.cache)
-    return context.cache or CacheFolder(context.cache_dir)
+    if dataset is None or dataset.cache_path is None:
+        return context.cache or CacheFolder(context.cache_dir)
+    key = f"dataset {dataset.name!r}, cache_path" if dataset.name else "cache_path"
+    return cache_folder(dataset.cache_path, context.config.cache, key)
 
 
 def index_folder(dataset: Any, context: PipelineContext) -> Path | None:
