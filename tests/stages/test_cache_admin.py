@@ -371,7 +371,7 @@ def test_a_cache_in_a_bucket_is_listed_and_cleared(
     assert store.files(url) == {}
     monkeypatch.setattr(
         "easypipe.cache.location.cache_folder",
-        lambda given: RemoteFolder(given, tmp_path / "local", options=store.options),
+        lambda given, **_: RemoteFolder(given, tmp_path / "local", options=store.options),
     )
     assert main(["cache", "list", "--cache-dir", url]) == 0
     assert main(["cache", "clear", "--cache-dir", url]) == 0
@@ -383,7 +383,5 @@ def test_a_file_is_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path.write_text("{}")
     for command in ("list", "clear"):
         assert main(["cache", command, "--cache-dir", str(path)]) == 2
-        assert f"--cache-dir: {path} is not a folder. Give the folder of a cache." in (
-            capsys.readouterr().err
-        )
+        assert f"--cache-dir: {path} is a file. Give a folder." in capsys.readouterr().err
     assert path.read_text() == "{}"

@@ -601,7 +601,7 @@ def test_columns_that_nothing_reads_may_differ(
     for options in ({"additional_fields": ["x"]}, {"format_callback": dict, "format_version": "1"}):
         with pytest.raises(
             SourceError,
-            match=r"column 'x': is large_string here and int64 in .*rewrite one of the files",
+            match=r"column 'x': is large_string here and int64 in .*Rewrite one of the files",
         ):
             tokenized(**options)
 

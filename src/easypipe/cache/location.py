@@ -78,7 +78,8 @@ def cache_folder(
     if not storage.is_remote(chosen):
         local = Path(os.path.expanduser(str(chosen).removeprefix("file://"))).absolute()
         at = key if given else "EASYPIPE_CACHE"
-        require(not os.path.isfile(local), at, f"{local} is a file", "Give a folder.")
+        fits = os.path.isdir(local) or not os.path.exists(local)
+        require(fits, at, f"{local} is a file", "Give a folder.")
         _tell_who_writes(local)
         return CacheFolder(local)
     options = options or CacheConfig()

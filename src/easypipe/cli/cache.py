@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -121,17 +120,8 @@ def _folder(given: str | None) -> CacheFolder:
         ConfigError: It is a file.
     """
     from easypipe.cache.location import cache_folder
-    from easypipe.core.errors import require
 
-    folder = cache_folder(given)
-    path = folder.at()
-    require(
-        not (isinstance(path, Path) and path.exists() and not path.is_dir()),
-        "--cache-dir" if given else "EASYPIPE_CACHE",
-        f"{path} is not a folder",
-        "Give the folder of a cache.",
-    )
-    return folder
+    return cache_folder(given, key="--cache-dir")
 
 
 def _plain(one: CachedDataset) -> JsonObject:
