@@ -238,7 +238,7 @@ async def _gcs_range(fs: Any, name: str, asked: str, most: int) -> tuple[Mapping
     Where one is stored with `Content-Encoding: gzip`, GCS unpacks it for who does not accept that,
     and gcsfs for who does; either way it may be of any size.
     """
-    from gcsfs.retry import validate_response
+    from gcsfs.retry import validate_response  # pyright: ignore[reportMissingImports]
 
     await fs._set_session()
     asking = fs._get_headers({"Range": asked, "Accept-Encoding": "gzip"})

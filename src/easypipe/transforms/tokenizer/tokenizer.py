@@ -94,7 +94,7 @@ def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
         fix = "Give a tokenizer.json, its folder, a Hub name, or TokenizerConfig(...)."
         raise TokenizerError(at="tokenizer", problem=f"{type(config).__name__} names none", fix=fix)
     files = find_tokenizer(config.name_or_path)
-    with _failing(files.origin, "cannot be used"):
+    with _failing(files.origin):
         return Tokenizer(config, files)
 
 
@@ -103,13 +103,18 @@ class UnencodableError(TokenizerError):
 
 
 @contextlib.contextmanager
-def _failing(at: str, problem: str, kind: type[TokenizerError] = TokenizerError) -> Generator[None]:
-    """Turns what the libraries raise into a `kind`; a Rust panic is not an Exception."""
+def _failing(at: str, text: str | None = None) -> Generator[None]:
+    """Turns what the libraries raise into a TokenizerError; a Rust panic is not an Exception.
+
+    With the `text` that is encoded, it is an UnencodableError.
+    """
     try:
         yield
     except (EasypipeError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
+        kind = TokenizerError if text is None else UnencodableError
+        problem = "cannot be used" if text is None else f"{text[:60]!r} cannot be encoded"
         raise kind(
             at=at,
             problem=f"{problem}: {error}",
@@ -249,9 +254,10 @@ class Tokenizer:
                 fix="Drop them first.",
             )
         engine = None if self.by_reference(column) else self._decide()[1]
-        offsets, wide = (
-            self._fast(engine, column) if engine is not None else self._encode_reference(column)
-        )
+        with _failing(self.origin, column[0].as_py() if len(column) else ""):
+            offsets, wide = (
+                engine.encode(column) if engine is not None else self._encode_reference(column)
+            )
         # narrowed at once, since what follows then reads half the bytes
         ids = wide.astype(token_dtype(self.vocab_size), copy=False)
         del wide
@@ -275,7 +281,7 @@ class Tokenizer:
             whole: Whether max_length cuts nothing.
         """
         reference = self.special.escaped if self.special.policy == "escape" else self._reference
-        with self._naming(text):
+        with _failing(self.origin, text):
             # encode_batch_fast computes no offsets
             ids = reference.encode_batch_fast(
                 [text], add_special_tokens=self.config.add_special_tokens
@@ -317,7 +323,10 @@ class Tokenizer:
         """
         engine = None if self.by_reference(column) else self._decide()[1]
         pieces = None if engine is None else token_bytes(self._definition)
-        return None if engine is None or pieces is None else (*self._fast(engine, column), pieces)
+        if engine is None or pieces is None:
+            return None
+        with _failing(self.origin, column[0].as_py() if len(column) else ""):
+            return (*engine.encode(column), pieces)
 
     def text_bytes(self) -> Int32 | None:
         """Returns Int32[vocabulary]: how many bytes of text each token is, 0 if it is special.
@@ -426,20 +435,10 @@ class Tokenizer:
     def _compared(self, engine: FastEngine, texts: pa.LargeStringArray, kind: str) -> Verdict:
         """Returns whether gigatoken equals the reference on texts, all of which both can encode."""
         try:
-            with self._naming(kind):
+            with _failing(self.origin, kind):
                 return proof.prove(engine, self._plain, texts, kind)
         except UnencodableError as error:
             return Verdict(False, f"gigatoken {fast_version()} cannot be checked: {error.problem}")
-
-    def _naming(self, text: str) -> contextlib.AbstractContextManager[None]:
-        """Makes what the libraries raise while they encode `text` an UnencodableError."""
-        return _failing(self.origin, f"{text[:60]!r} cannot be encoded", UnencodableError)
-
-    def _fast(
-        self, engine: FastEngine, column: pa.LargeStringArray
-    ) -> tuple[Int64, NDArray[np.uint32]]:
-        with self._naming(column[0].as_py() if len(column) else ""):
-            return engine.encode(column)
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._reference_batch(texts)]
@@ -449,7 +448,7 @@ class Tokenizer:
     ) -> list[Encoding]:
         reference = self.special.escaped if escaped else self._reference
         encode = reference.encode_batch if offsets else reference.encode_batch_fast
-        with self._naming(texts[0] if texts else ""):
+        with _failing(self.origin, texts[0] if texts else ""):
             return encode(texts, add_special_tokens=False)
 
     def _encode_reference(self, column: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint32]]:
