@@ -26,6 +26,7 @@ from easypipe.train.config import PreferenceConfig, TrainingConfig
 from easypipe.train.engine import Engine
 from easypipe.train.losses.cached_reference import Passes
 from easypipe.train.model.config import LoraConfig, ModelConfig
+from easypipe.train.model.flops import matmul_params
 from easypipe.train.parallel.mesh import place_batch
 
 SHAPE = ModelConfig(
@@ -92,11 +93,8 @@ class Contender:
 
 def limit(*, frozen: bool) -> float:
     """Returns the least share of a step with a reference that a step without one can take."""
-    heads, head_dim = SHAPE.num_heads + SHAPE.num_kv_heads, SHAPE.hidden_size // SHAPE.num_heads
-    attention = 2 * SHAPE.hidden_size * heads * head_dim
-    layer = attention + 3 * SHAPE.hidden_size * SHAPE.intermediate_size
-    layers, head = SHAPE.num_layers * layer, SHAPE.hidden_size * SHAPE.vocabulary
-    forward, backward = 2 * (layers + head), (2 if frozen else 4) * (layers + head) + 2 * head
+    every, head = matmul_params(SHAPE), SHAPE.hidden_size * SHAPE.vocabulary
+    forward, backward = 2 * every, (2 if frozen else 4) * every + 2 * head
     return (forward + backward) / (2 * forward + backward)
 
 

@@ -103,18 +103,19 @@ class UnencodableError(TokenizerError):
 
 
 @contextlib.contextmanager
-def _failing(at: str, text: str | None = None) -> Generator[None]:
+def _failing(at: str, texts: Sequence[str] | pa.LargeStringArray | None = None) -> Generator[None]:
     """Turns what the libraries raise into a TokenizerError; a Rust panic is not an Exception.
 
-    With the `text` that is encoded, it is an UnencodableError.
+    With the `texts` that are encoded, it is an UnencodableError, which names the first of them.
     """
     try:
         yield
     except (EasypipeError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        kind = TokenizerError if text is None else UnencodableError
-        problem = "cannot be used" if text is None else f"{text[:60]!r} cannot be encoded"
+        kind = TokenizerError if texts is None else UnencodableError
+        first = str(texts[0])[:60] if texts is not None and len(texts) else ""
+        problem = "cannot be used" if texts is None else f"{first!r} cannot be encoded"
         raise kind(
             at=at,
             problem=f"{problem}: {error}",
@@ -254,7 +255,7 @@ class Tokenizer:
                 fix="Drop them first.",
             )
         engine = None if self.by_reference(column) else self._decide()[1]
-        with _failing(self.origin, column[0].as_py() if len(column) else ""):
+        with _failing(self.origin, column):
             offsets, wide = (
                 engine.encode(column) if engine is not None else self._encode_reference(column)
             )
@@ -281,7 +282,7 @@ class Tokenizer:
             whole: Whether max_length cuts nothing.
         """
         reference = self.special.escaped if self.special.policy == "escape" else self._reference
-        with _failing(self.origin, text):
+        with _failing(self.origin, [text]):
             # encode_batch_fast computes no offsets
             ids = reference.encode_batch_fast(
                 [text], add_special_tokens=self.config.add_special_tokens
@@ -325,7 +326,7 @@ class Tokenizer:
         pieces = None if engine is None else token_bytes(self._definition)
         if engine is None or pieces is None:
             return None
-        with _failing(self.origin, column[0].as_py() if len(column) else ""):
+        with _failing(self.origin, column):
             return (*engine.encode(column), pieces)
 
     def text_bytes(self) -> Int32 | None:
@@ -435,7 +436,7 @@ class Tokenizer:
     def _compared(self, engine: FastEngine, texts: pa.LargeStringArray, kind: str) -> Verdict:
         """Returns whether gigatoken equals the reference on texts, all of which both can encode."""
         try:
-            with _failing(self.origin, kind):
+            with _failing(self.origin, [kind]):
                 return proof.prove(engine, self._plain, texts, kind)
         except UnencodableError as error:
             return Verdict(False, f"gigatoken {fast_version()} cannot be checked: {error.problem}")
@@ -448,7 +449,7 @@ class Tokenizer:
     ) -> list[Encoding]:
         reference = self.special.escaped if escaped else self._reference
         encode = reference.encode_batch if offsets else reference.encode_batch_fast
-        with _failing(self.origin, texts[0] if texts else ""):
+        with _failing(self.origin, texts):
             return encode(texts, add_special_tokens=False)
 
     def _encode_reference(self, column: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint32]]:
