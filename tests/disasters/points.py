@@ -46,6 +46,7 @@ REFUSED = {
     for name in ("ENOSPC", "EIO", "EDQUOT", "EACCES", "EROFS", "EMFILE", "EXDEV", "ENOLCK", "EINTR")
 }
 HOWS = (KILLED, POWER, FULL, *REFUSED)
+KILLS = (KILLED, POWER)
 # Keys of JSON whose values are measured, or are checksums of what is.
 MEASURED = frozenset(
     [

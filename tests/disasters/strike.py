@@ -2,9 +2,10 @@
 
 python tests/disasters/strike.py LOG [--minutes M] [JOB ...]
 
-LOG has one line for each point: first one of each class (`Trial.groups`), then one of each class in
-each way, then the others. M minutes at most are spent on a job. What came of it is counted in
-struck.json, which tests/disasters/page.py shows.
+LOG has one line for each point: first one of each class (`Trial.groups`), then each operation once
+as the last one of the process and once as one that fails, then each class in each way, then the
+others. M minutes at most are spent on a job. What came of it is counted in struck.json, which
+tests/disasters/page.py shows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -27,25 +29,30 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from disasters.interposer import Interposed
 from disasters.jobs import JOBS
-from disasters.points import HOWS, Found, Trial
+from disasters.points import HOWS, KILLS, Found, Trial
 
 STRUCK = Path(__file__).with_name("struck.json")
 
 
 def points(groups: Sequence[str], struck: Sequence[Found] = ()) -> list[tuple[int, str]]:
-    """(number, way) of all: first one of each class, then those in other ways, then the others.
+    """(number, way) of all: first one of each class, then each operation once killed and once
+    failing, then each class in each way, then the others.
 
     struck: points that stand in a log already, of an earlier version of the code perhaps.
     """
     every = [(number, how) for number in range(1, len(groups) + 1) for how in HOWS]
     random.Random(1).shuffle(every)
-    seen = Counter[tuple[str, ...]]((one.group,) for one in struck)
-    seen.update((one.group, one.how) for one in struck)
-    turns: list[tuple[int, int]] = []
+    seen = Counter[tuple[object, ...]]()
+    for one in struck:
+        if one.group in groups:
+            seen.update(((one.group,), (one.group, one.how), (one.number, one.how in KILLS)))
+    turns: list[tuple[int, int, int, int]] = []
     for number, how in every:
-        group = groups[number - 1]
-        seen.update([(group,), (group, how)])
-        turns.append((seen[group, how], seen[group,]))
+        group, operation = groups[number - 1], (number, how in KILLS)
+        seen.update(((group,), (group, how), operation))
+        turns.append(
+            (min(seen[group,], 2), min(seen[operation], 2), seen[group, how], seen[group,])
+        )
     order = sorted(range(len(every)), key=turns.__getitem__)
     return [every[i] for i in order]
 
@@ -68,22 +75,25 @@ def read(log: Path) -> list[Found]:
     return [Found(**json.loads(line)) for line in lines]
 
 
-def counted(found: Sequence[Found], listed: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """By job: how many points were struck, of how many of the `listed` classes, how the jobs ended,
-    and what was wrong afterwards.
+def counted(found: Sequence[Found], groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """By job of `groups`: how many points were struck of the operations that are listed now, of how
+    many operations and classes, how the jobs ended, and what was wrong afterwards.
     """
-    return {
-        job: {
+    counts: dict[str, dict[str, int]] = {}
+    for job, listed in groups.items():
+        own = [one for one in found if one.job == job and one.group in listed]
+        counts[job] = {
             "struck": len(own),
+            "killed": len({one.number for one in own if one.how in KILLS}),
+            "failing": len({one.number for one in own if one.how not in KILLS}),
+            "operations": len(listed),
             "classes": len({one.group for one in own}),
-            "classes listed": listed.get(job, 0),
+            "classes listed": len({*listed}),
             "classes in all ways": len({(one.group, one.how) for one in own}),
             **Counter(one.ended for one in own),
             "wrong": sum(one.wrong != "" for one in own),
         }
-        for job in JOBS
-        if (own := [one for one in found if one.job == job])
-    }
+    return counts
 
 
 def main() -> int:
@@ -92,20 +102,21 @@ def main() -> int:
     options.add_argument("jobs", nargs="*", metavar="JOB", help=", ".join(JOBS))
     options.add_argument("--minutes", type=float, default=float("inf"))
     asked = options.parse_intermixed_args()
-    before = json.loads(STRUCK.read_text(encoding="utf-8"))
-    listed = {job: one.get("classes listed", 0) for job, one in before.items()}
+    groups: dict[str, Sequence[str]] = {}
     with tempfile.TemporaryDirectory(prefix="easypipe-disasters-") as name:
         folder = Path(name).resolve()
         with Interposed(folder, arrays=True) as interposed:
             for job in asked.jobs or JOBS:
                 trial = Trial(interposed, job, folder)
-                listed[job] = len({*trial.groups})
-                print(f"{job}: {len(trial.groups)} operations, {listed[job]} classes", flush=True)
+                groups[job] = trial.groups
+                classes = len({*trial.groups})
+                print(f"{job}: {len(trial.groups)} operations, {classes} classes", flush=True)
                 strike(trial, asked.log, asked.minutes * 60)
                 trial.close()
     found = read(asked.log)
+    before = json.loads(STRUCK.read_text(encoding="utf-8"))
     STRUCK.write_text(
-        json.dumps(before | counted(found, listed), indent=1) + "\n", encoding="utf-8"
+        json.dumps(before | counted(found, groups), indent=1) + "\n", encoding="utf-8"
     )
     for one in found:
         if one.wrong:
