@@ -1,11 +1,11 @@
 """Strikes jobs at their file operations, in every way, and goes on where it stopped.
 
-python tests/disasters/strike.py LOG [--minutes M] [JOB ...]
+python tests/disasters/strike.py LOG [--minutes M] [--once] [JOB ...]
 
 LOG has one line for each point: first one of each class (`Trial.groups`), then each operation once
 as the last one of the process and once as one that fails, then each class in each way, then the
-others. M minutes at most are spent on a job. What came of it is counted in struck.json, which
-tests/disasters/page.py shows.
+others; with --once it ends behind the operations. M minutes at most are spent on a job. What came
+of it is counted in struck.json, which tests/disasters/page.py shows.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ from disasters.points import HOWS, KILLS, Found, Trial
 STRUCK = Path(__file__).with_name("struck.json")
 
 
-def points(groups: Sequence[str], struck: Sequence[Found] = ()) -> list[tuple[int, str]]:
+def points(
+    groups: Sequence[str], struck: Sequence[Found] = (), *, once: bool = False
+) -> list[tuple[int, str]]:
     """(number, way) of all: first one of each class, then each operation once killed and once
     failing, then each class in each way, then the others.
 
     struck: points that stand in a log already, of an earlier version of the code perhaps.
+    once: leaves out what comes behind the operations.
     """
     every = [(number, how) for number in range(1, len(groups) + 1) for how in HOWS]
     random.Random(1).shuffle(every)
@@ -54,15 +57,15 @@ def points(groups: Sequence[str], struck: Sequence[Found] = ()) -> list[tuple[in
             (min(seen[group,], 2), min(seen[operation], 2), seen[group, how], seen[group,])
         )
     order = sorted(range(len(every)), key=turns.__getitem__)
-    return [every[i] for i in order]
+    return [every[i] for i in order if not once or turns[i][:2] < (2, 2)]
 
 
-def strike(trial: Trial, log: Path, seconds: float) -> None:
+def strike(trial: Trial, log: Path, seconds: float, *, once: bool) -> None:
     """Raises AssertionError at none: what is wrong stands in the log."""
     before = [one for one in read(log) if one.job == trial.job]
     done = {(one.group, one.number, one.how) for one in before}
     ends = time.monotonic() + seconds
-    for number, how in points(trial.groups, before):
+    for number, how in points(trial.groups, before, once=once):
         if time.monotonic() > ends:
             return
         if (trial.groups[number - 1], number, how) not in done:
@@ -101,6 +104,7 @@ def main() -> int:
     options.add_argument("log", type=Path)
     options.add_argument("jobs", nargs="*", metavar="JOB", help=", ".join(JOBS))
     options.add_argument("--minutes", type=float, default=float("inf"))
+    options.add_argument("--once", action="store_true")
     asked = options.parse_intermixed_args()
     groups: dict[str, Sequence[str]] = {}
     with tempfile.TemporaryDirectory(prefix="easypipe-disasters-") as name:
@@ -111,7 +115,7 @@ def main() -> int:
                 groups[job] = trial.groups
                 classes = len({*trial.groups})
                 print(f"{job}: {len(trial.groups)} operations, {classes} classes", flush=True)
-                strike(trial, asked.log, asked.minutes * 60)
+                strike(trial, asked.log, asked.minutes * 60, once=asked.once)
                 trial.close()
     found = read(asked.log)
     before = json.loads(STRUCK.read_text(encoding="utf-8"))
