@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import ShardedSource, Source, Transform
+from easypipe.core.protocols import ShardedSource, Source, Transform, fetched
 from easypipe.core.schema import (
     IGNORE,
     INPUT_IDS,
@@ -219,6 +219,9 @@ def assert_stateless_reads(source: ShardedSource, cuts: Sequence[int] = (1, 3, 7
         with ThreadPoolExecutor(4) as pool:
             threaded = list(pool.map(lambda span, shard=shard: source.read(shard, *span), spans))
         _assert_equal_tables(threaded, whole, f"{info.name} read by threads, cut at {edges}")
+        _assert_equal_tables(
+            [_read_fetched(source, shard, *span) for span in spans], whole, f"{info.name}, fetched"
+        )
         if isinstance(source, Source):
             assert source.at_end(shard, total), f"{info.name}: rows behind the last one"
             assert total == 0 or not source.at_end(shard, total - 1), f"{info.name} ends early"
@@ -233,6 +236,11 @@ def assert_stateless_reads(source: ShardedSource, cuts: Sequence[int] = (1, 3, 7
                 else scanned.batch.num_rows
             )
             assert given + refused == total, f"{info.name}: rows lost without a reject"
+
+
+def _read_fetched(source: ShardedSource, shard: int, start: int, stop: int) -> pa.RecordBatch:
+    with fetched(source, shard, start, stop):
+        return source.read(shard, start, stop)
 
 
 def _assert_row_numbers(batch: pa.RecordBatch, start: int, stop: int, name: str) -> None:

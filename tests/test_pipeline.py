@@ -40,6 +40,7 @@ from easypipe import (
     create_pipeline,
     tokenize_and_save,
 )
+from easypipe.core import storage
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.protocols import PipelineContext, ProgressEvent, ShardedDataSource
 from easypipe.core.schema import INPUT_IDS
@@ -50,6 +51,8 @@ from pipelines import config, jsonl, texts, tokenizer, two_datasets
 
 MIX = MixStageConfig(weights={"code": 0.7, "docs": 0.3}, stop_strategy="all_exhausted")
 PACK = PackStageConfig(seq_length=48)
+
+WRITTEN = {"manifests", "indexes", "plans"}  # folders of a cache that prepare writes to
 
 
 def whole(folder: Path, **options: object) -> PipelineConfig:
@@ -651,6 +654,25 @@ def test_small_datasets_are_prepared_together(tmp_path: Path, workers: int | Non
     assert len(threads) == len([*(tmp_path / "cache" / "manifests").iterdir()]) == len(names)
     assert ({*threads} == {"MainThread"}) == (workers == 1)
     assert (len({*threads}) > 1) == (workers is None)
+
+
+def test_what_a_killed_process_left_goes_although_another_one_wrote_it(tmp_path: Path) -> None:
+    made = whole(tmp_path)
+
+    def prepare() -> None:
+        Pipeline(made).source().tokenize().mix().pack().prepare()
+
+    prepare()
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    owner = storage.owner().rpartition("_")[0]
+    folders = [path for path in (tmp_path / "cache").iterdir() if path.name in WRITTEN]
+    assert len(folders) == len(WRITTEN)
+    left = [folder / f".tmp-{owner}_{killed.pid}-0123abcd-x.json" for folder in folders]
+    for path in left:
+        path.write_bytes(b"half")
+    prepare()
+    assert [path for path in left if path.exists()] == []
 
 
 def test_of_small_datasets_the_first_bad_one_is_told(tmp_path: Path) -> None:

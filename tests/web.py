@@ -10,6 +10,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,6 +42,9 @@ class WebServer(ThreadingHTTPServer):
         self.ranges = True
         self.told: str | None = None  # in Content-Range, in place of the truth
         self.sent = 0
+        self.late_s = 0.0
+        self.waiting, self.counting = 0, threading.Lock()
+        self.beside: list[int] = []  # by request, how many waited for `late_s` when it came
         self.retry_after = ""
         self.etags: dict[str, str] = {}
         self.extra: dict[str, dict[str, str]] = {}  # path → further headers
@@ -66,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(self.path.partition("?")[0])
         server.seen.append((self.command, self.path, wanted))
         server.headers.append(dict(self.headers))
+        if server.late_s:
+            self._wait()
         fault = server.faults.popleft() if server.faults else None
         if fault == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -112,6 +118,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(status, data, headers)
 
     do_HEAD = do_GET
+
+    def _wait(self) -> None:
+        server = self.server
+        with server.counting:
+            server.beside.append(server.waiting)
+            server.waiting += 1
+        time.sleep(server.late_s)
+        with server.counting:
+            server.waiting -= 1
 
     def _answer(self, status: int, data: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)

@@ -15,6 +15,7 @@
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { OFF, RECORD, KILL, FAIL, FAIL_ON };
@@ -25,8 +26,8 @@ static atomic_long calls = 0;
 static char root[PATH_MAX];
 
 /* action: one of the enum. n: the call, from 1. code: errno of a failure. log: a descriptor that
- * gets one line for each call: its name, of an open file its number and its size before, the path;
- * behind it, where calls are recorded, frames. */
+ * gets one line for each call: its name, when it was made (ns, one clock for all processes), of an
+ * open file its number and its size before, the path; behind it, where calls are recorded, frames. */
 void disaster_arm(const char *folder, int action, long n, int code, int log) {
     snprintf(root, sizeof root, "%s", folder);
     point = n, failure = code, log_to = log;
@@ -64,9 +65,12 @@ static void list(const char *call, const char *path, int descriptor) {
     char line[PATH_MAX + 128];
     struct stat file = {0};
     if (descriptor >= 0) fstat(descriptor, &file);
-    int length = snprintf(line, sizeof line, "%s\t%llu\t%lld\t%s\n", call,
-                          (unsigned long long)file.st_ino, (long long)file.st_size, path);
     pthread_mutex_lock(&one_at_a_time);
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    int length = snprintf(line, sizeof line, "%s\t%lld\t%llu\t%lld\t%s\n", call,
+                          now.tv_sec * 1000000000LL + now.tv_nsec, (unsigned long long)file.st_ino,
+                          (long long)file.st_size, path);
     syscall(SYS_write, log_to, line, length);
     if (mode == RECORD) {
         void *(*thread)(void) = (void *(*)(void))dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState");

@@ -61,7 +61,8 @@ class Outcome:
     """code: 0; negative: the signal that ended it; ERROR_OF_OURS; BARE. said: on the terminal.
 
     operations: (call, path) of each, in order. files: of each its inode and its size before, (0, 0)
-    where the call names it by its path. frames: of each that was recorded, the lines of easypipe
+    where the call names it by its path. times: when each was made. others: of the processes that
+    ran beside it. frames: of each that was recorded, the lines of easypipe
     that made it, the innermost first; none of threads that no Python runs in.
     """
 
@@ -69,7 +70,9 @@ class Outcome:
     said: str
     operations: list[tuple[str, str]]
     files: list[tuple[int, int]]
+    times: list[int]
     frames: list[list[str]]
+    others: list[Outcome] = field(default_factory=list["Outcome"])
 
 
 class Interposed:
@@ -129,16 +132,18 @@ class Interposed:
 def _outcome(code: int, said: Path) -> Outcome:
     operations: list[tuple[str, str]] = []
     files: list[tuple[int, int]] = []
+    times: list[int] = []
     frames: list[list[str]] = []
     for line in said.with_suffix(".log").read_text().splitlines():
         if "\t" in line:
-            call, inode, size, path = line.split("\t", 3)
+            call, when, inode, size, path = line.split("\t", 4)
             operations.append((call, path))
             files.append((int(inode), int(size)))
+            times.append(int(when))
             frames.append([])
         elif "/easypipe/" in line:
             frames[-1].append(line.rpartition("/easypipe/")[2])
-    return Outcome(code, said.read_text(errors="replace"), operations, files, frames)
+    return Outcome(code, said.read_text(errors="replace"), operations, files, times, frames)
 
 
 def _fork(order: Order, said: str) -> int:

@@ -159,7 +159,9 @@ class Trial:
             )
             for rank in range(job.processes)
         ]
-        return self._interposed.together(orders, as_one=True)[job.struck]
+        every = self._interposed.together(orders, as_one=True)
+        own = every.pop(job.struck)
+        return replace(own, others=every)
 
     def _set_back(self) -> None:
         shutil.rmtree(self._work, ignore_errors=True)
@@ -196,14 +198,21 @@ def lose_unsynced(outcome: Outcome, number: int, before: Path, folder: Path) -> 
     `number`-th operation, in which a write is half done and a sync is not.
 
     Of a file what was written behind its last sync; a name that is new, with all below it, where
-    the folder that holds it was not synced since.
+    the folder that holds it was not synced since, by this process or another one.
     """
+    struck_at = outcome.times[number - 1] if number <= len(outcome.times) else math.inf
     lengths: dict[int, int] = {}  # of files, by inode: this much is on the disk
     names, kept = set[Path](), set[Path]()  # those that are on the disk are kept
-    listed = zip(outcome.operations, outcome.files, strict=True)
-    for at, ((call, name), (inode, size)) in enumerate(listed, start=1):
+    listed = zip(outcome.times, outcome.operations, outcome.files, strict=True)
+    synced = (
+        (when, operation, file)
+        for other in outcome.others
+        for when, operation, file in zip(other.times, other.operations, other.files, strict=True)
+        if operation[0] in SYNCS and when < struck_at
+    )
+    for when, (call, name), (inode, size) in sorted((*listed, *synced)):
         path = Path(name)
-        if call in SYNCS and at != number:
+        if call in SYNCS and when != struck_at:
             lengths.pop(inode, None)
             kept |= {one for one in names if one.parent == path}
             names -= kept

@@ -563,13 +563,13 @@ def test_a_thousandth_of_the_texts_is_encoded_again(
     assert sum(
         forward._audit_key(0, a, a + (1 << 20)) is not None for a in range(0, 800 << 20, 1 << 20)
     ) in range(60, 170)
-    forward.load(0, 0, size)
+    forward.load(0, 0, size, threading.Semaphore())
     monkeypatch.setattr(ForwardDocuments, "_audit_key", lambda self, *place: "key")
     monkeypatch.setattr(
         type(documents.tokenizer), "reference_encode", lambda self, text, whole: [1]
     )
     with pytest.raises(TokenizerError, match="does not give the tokens of `tokenizers`"):
-        forward.load(0, 0, size)
+        forward.load(0, 0, size, threading.Semaphore())
 
 
 # Manners

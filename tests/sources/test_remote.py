@@ -25,12 +25,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import pipelines
 from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core import remote, storage
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
+from easypipe.core.protocols import ShardedSource, fetched
 from easypipe.sources import files as sources_files
+from easypipe.sources.formats.forward import open_forward
 from easypipe.sources.open import open_files
+from easypipe.sources.splits import PartialSource, parse_split
+from easypipe.transforms.columns.base import TransformedSource
+from easypipe.transforms.columns.columns import FilterNonEmpty
 from laws import assert_stateless_reads
 from stores import Store, faulty
 from web import WebServer, web_server
@@ -318,6 +324,64 @@ def test_only_what_is_needed_is_transferred(web: WebServer) -> None:
     source = open_files(f"{web.url}/big.parquet", columns=["text"])
     source.read(0, 0, 20_000)
     assert web.sent < len(out.getvalue()) / 5
+
+
+# Waiting for answers
+
+
+def _forward(url: str) -> ShardedSource:
+    source = open_forward(url)
+    assert source is not None
+    return source
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    ("name", "opened"),
+    [
+        *(("c.jsonl", one) for one in (open_files, _forward)),
+        ("f.csv", open_files),
+        ("c.jsonl", lambda url: PartialSource(open_files(url), parse_split("train[700:]")[1])),
+        ("c.jsonl", lambda url: TransformedSource(open_files(url), FilterNonEmpty("text"))),
+    ],
+)
+def test_what_was_fetched_is_not_asked_for_again(
+    web: WebServer, name: str, opened: Callable[[str], ShardedSource]
+) -> None:
+    source = opened(f"{web.url}/data/{name}")
+    rows = source.shards[0].num_rows
+    expected = source.read(0, rows // 2, rows)
+    asked = len(web.seen)
+    with fetched(source, 0, rows // 2, rows):
+        assert len(web.seen) == asked + 1
+        assert source.read(0, rows // 2, rows).equals(expected)
+        assert source.read(0, rows - 100, rows).num_rows > 0
+        assert len(web.seen) == asked + 1
+    source.read(0, rows // 2, rows)  # nothing is kept
+    assert len(web.seen) == asked + 2
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(("streaming", "least"), [(True, 4), (False, 3)])
+def test_one_reader_has_several_requests_under_way(
+    web: WebServer, tmp_path: Path, streaming: bool, least: int
+) -> None:
+    web.late_s = 0.05
+    for i in range(8):
+        web.files[f"/{i}.jsonl"] = LINES
+    data = [f"{web.url}/{i}.jsonl" for i in range(8)]
+    config = PipelineConfig(
+        datasets=[DatasetConfig(name="text", data_files=data)],
+        default_tokenizer=pipelines.tokenizer(),
+        streaming=streaming,
+        cache_dir=tmp_path,
+        tokenize={"num_workers": 1},
+        pack={"seq_length": 64},
+        load={"batch_size": 4},
+    )
+    pipeline = Pipeline.from_config(config).source().tokenize().pack().load()
+    assert len([*pipeline.build()]) > 100
+    assert max(web.beside[-8:]) >= least  # of those that are not for the index
 
 
 # Secrets

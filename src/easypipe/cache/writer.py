@@ -51,6 +51,8 @@ from easypipe.core.protocols import (
     Reject,
     ShardedSource,
     Source,
+    fetched,
+    info_of,
     innermost,
     silent,
 )
@@ -297,6 +299,7 @@ class _Work(Generic[R]):
         self._folder, self._encoder = writer.folder, writer.encoder
         self._workers = writer.num_workers or cores()
         self._at_work = threading.Semaphore(self._workers)
+        self._waits = info_of(writer.source).waits
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._done = Counter[str]()
         self._encoders: set[str] = set()
@@ -327,12 +330,13 @@ class _Work(Generic[R]):
     def _by_threads(self) -> Generator[Record]:
         """Does what `records` does, with a bounded number of ranges under way.
 
-        There are a few threads more than work at a time, as committing is waiting for the disk or
-        the store.
+        There are more threads than work at a time, as committing is waiting for the disk or the
+        store, and reading may be.
         """
         under_way: deque[Future[Record]] = deque()
         waiting = iter(self._ranges)
         threads = self._workers + (UPLOADS if self._folder.remote else SYNCS)
+        threads += self._workers if self._waits else 0
         most = threads + AHEAD
         pool = Threads(min(threads, len(self._ranges)), thread_name_prefix="easypipe-tokenize")
         try:
@@ -397,8 +401,9 @@ class _Work(Generic[R]):
         The file is written now, or found under the name that its content gives it.
         """
         source, encoder = self._writer.source, self._encoder
-        with self._at_work:
-            rows = encoder.read(source, piece.shard, piece.start, piece.stop)
+        span = piece.shard, piece.start, piece.stop
+        with fetched(source, *span) if self._waits else contextlib.nullcontext(), self._at_work:
+            rows = encoder.read(source, *span)
             text, text_bytes, rejects = rows.content_hash(), rows.num_bytes, rows.rejects
             identity = digest("tokens", piece.recipe, text)
             file = f"{identity[:2]}/{identity}.arrow"

@@ -8,6 +8,7 @@ The laws stand in the docstrings; tests/laws.py checks every implementation agai
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -285,6 +286,7 @@ class SourceInfo:
         cacheable: Whether the next process knows these rows by the same fingerprint.
         uncounted: Whether it accepts shards without `num_rows`, whose end `at_end` tells.
         checks_text: Whether every string that it returns has been checked to be UTF-8.
+        waits: Whether reading waits for remote storage.
         bytes_per_row: The bytes of a row's values, if all rows have the same number.
         num_tokens: The tokens of all its rows, if they were counted.
         extra_columns: Columns of the rows that its documents come from, which are saved beside the
@@ -298,6 +300,7 @@ class SourceInfo:
     cacheable: bool = True
     uncounted: bool = False
     checks_text: bool = False
+    waits: bool = False
     bytes_per_row: int | None = None
     num_tokens: int | None = None
     extra_columns: tuple[str, ...] = ()
@@ -369,6 +372,15 @@ class Source(ShardedDataSource):
         """Reads rows `start` to `stop` of one shard; a subclass defines this or `scan`."""
         return self.scan(shard, start, stop).batch
 
+    def fetched(self, shard: int, start: int, stop: int) -> contextlib.AbstractContextManager[None]:
+        """Returns a block in which a scan of these rows hardly waits for remote storage.
+
+        What it reads is fetched when the block is entered, and kept until it is left.
+        """
+        if self.below is None:
+            return contextlib.nullcontext()
+        return fetched(self.below, shard, start, stop)
+
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Reads rows as `read` does, and says which records were rejected.
 
@@ -416,6 +428,15 @@ def place_of(source: ShardedSource, shard: int, row: int) -> str:
     """Returns where a row stands, for messages."""
     name = source.shards[shard].name
     return f"{name}, line at byte {row}" if unit_of(source) == "bytes" else place(name, row=row)
+
+
+def fetched(
+    source: ShardedSource, shard: int, start: int, stop: int
+) -> contextlib.AbstractContextManager[None]:
+    """Returns the block of `Source.fetched`, one that fetches nothing for other sources."""
+    if isinstance(source, Source):
+        return source.fetched(shard, start, stop)
+    return contextlib.nullcontext()
 
 
 def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:

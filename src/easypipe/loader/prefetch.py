@@ -223,19 +223,23 @@ def _no_stage(stage: str) -> None:
 
 
 class ReadPool:
-    """`workers` threads that do what is submitted, in that order.
+    """`workers` threads, and `waiting` more, that do what is submitted, in that order.
 
     They start with the first call, and are daemons: a read that hangs for ever keeps no process
     from ending.
+
+    Attributes:
+        turns: Admits as many of them as work at a time; the others wait for storage.
     """
 
-    def __init__(self, workers: int, name: str) -> None:
+    def __init__(self, workers: int, name: str, *, waiting: int = 0) -> None:
+        self.turns = threading.Semaphore(workers)
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[Any], Any], Any] | None] = (
             SimpleQueue()
         )
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True)
-            for i in range(workers)
+            for i in range(workers + waiting)
         ]
         # Guards the first call against the end, which garbage collection may bring in the midst of
         # it.

@@ -57,6 +57,8 @@ ASKED = 16  # how many patterns of data_files are listed at a time
 SMALL_BYTES = 4 << 20  # a remote file up to this size is read whole
 KEPT_SMALL = 16  # how many such files a process keeps
 _small = tuple(threading.Lock() for _ in range(64))
+_holding = threading.Lock()
+_held: dict[FileRef, tuple[tuple[int, bytes], ...]] = {}  # (start, bytes) of ranges, see `held`
 
 DataFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | FileRef]
 
@@ -159,10 +161,35 @@ def read_range(file: FileRef, start: int, stop: int) -> bytes:
             return _at(file, opened, start, stop)
     if start >= stop:
         return b""
+    for first, data in _held.get(file, ()):
+        if first <= start and stop <= first + len(data):
+            return data[start - first : stop - first]
     if file.num_bytes > SMALL_BYTES:
         return _requested(file, start, stop)
     with _small[hash(file) % len(_small)]:  # threads that ask for it at the same time fetch it once
         return _whole(file)[start:stop]
+
+
+@contextlib.contextmanager
+def held(file: FileRef, start: int, stop: int) -> Iterator[None]:
+    """Fetches a range of a remote file, and serves what is read of it within the block.
+
+    Raises:
+        SourceError: The file has changed or cannot be read.
+    """
+    if not file.remote:
+        yield
+        return
+    piece = start, read_range(file, start, stop)
+    with _holding:
+        _held[file] = (*_held.get(file, ()), piece)
+    try:
+        yield
+    finally:
+        with _holding:
+            _held[file] = tuple(one for one in _held[file] if one is not piece)
+            if not _held[file]:
+                del _held[file]
 
 
 @lru_cache(maxsize=KEPT_SMALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ from easypipe.core.protocols import (
     ShardedSource,
     Source,
     SourceInfo,
+    fetched,
     identity_of,
     info_of,
     raw_of,
@@ -171,6 +173,10 @@ class PartialSource(Source):
             _counted_from(batch, first),
             tuple(replace(reject, row=reject.row - first) for reject in rejects),
         )
+
+    def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
+        inner, first = self._place(shard, stop)
+        return fetched(self.source, inner, first + start, first + stop)
 
     def raw(self, shard: int, row: int) -> str | None:
         _, inner, first = self._pieces[shard]

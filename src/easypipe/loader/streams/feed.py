@@ -17,6 +17,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from threading import Semaphore
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -158,11 +160,13 @@ class StreamCounts(Counter[tuple[str, str]]):
 class Forward(Protocol):
     """A dataset as documents that are read in order.
 
-    `load` is called from several threads; `shards` are listed without reading rows. `max_bad_rows`
-    holds for the whole dataset; None allows any number.
+    `load` is called from several threads, of which those work that `turns` admits, and the others
+    wait for storage; `shards` are listed without reading rows. `max_bad_rows` holds for the whole
+    dataset; None allows any number.
     """
 
     name: str
+    waits: bool  # for remote storage
 
     @property
     def max_bad_rows(self) -> int | None: ...
@@ -175,7 +179,7 @@ class Forward(Protocol):
         """The unit that positions in its shards count."""
         ...
 
-    def load(self, shard: int, start: int, stop: int) -> Loaded: ...
+    def load(self, shard: int, start: int, stop: int, turns: Semaphore) -> Loaded: ...
 
 
 class Place(NamedTuple):
@@ -212,14 +216,17 @@ class Chunk(NamedTuple):
 class Deal:
     """The entries of a dataset and the streams that read them.
 
-    They follow from the files' sizes, the number of streams and the seed alone.
+    They follow from the files' sizes, the number of streams and the seed alone. At least `ahead`
+    chunks are read ahead by each stream.
 
     Raises:
         SourceError: The dataset has not one row.
     """
 
-    def __init__(self, source: Forward, num_streams: int, *, seed: int, shuffle: bool) -> None:
-        self.source = source
+    def __init__(
+        self, source: Forward, num_streams: int, *, seed: int, shuffle: bool, ahead: int = 1
+    ) -> None:
+        self.source, self.ahead = source, ahead
         # `shuffled`: every pass deals anew
         self.num_streams, self.shuffled = num_streams, shuffle
         self._key = fold(seed, "stream order", source.name) if shuffle else None
@@ -324,13 +331,13 @@ class Deal:
         chunk = self.chunk(place)
         kept = self._kept.get(chunk)
         if kept is None:
-            return pool.submit(self._load, chunk)
+            return pool.submit(partial(self._load, pool.turns), chunk)
         there: Future[Loaded] = Future()
         there.set_result(kept)
         return there
 
-    def _load(self, chunk: Chunk) -> Loaded:
-        loaded = self.source.load(chunk.shard, chunk.start, chunk.stop)
+    def _load(self, turns: Semaphore, chunk: Chunk) -> Loaded:
+        loaded = self.source.load(chunk.shard, chunk.start, chunk.stop, turns)
         num_bytes = (
             loaded.ids.nbytes
             + loaded.offsets.nbytes
@@ -622,7 +629,7 @@ class Cursor:
             if self._needed_tokens is not None:
                 needed = min(needed, self._needed_tokens / self._chunk_tokens)
             wanted = math.ceil(needed - (self.waiting - self._asked) / self._chunk_docs)
-        wanted = max(1, min(MOST_AHEAD, wanted))
+        wanted = max(self._deal.ahead, min(MOST_AHEAD, wanted))
         while len(self._ahead) < wanted:
             if self._ahead:
                 last = self._ahead[-1][0]

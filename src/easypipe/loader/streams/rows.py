@@ -55,6 +55,8 @@ from easypipe.plan.window import View, Window
 log = logging.getLogger("easypipe")
 
 STREAM = 1 << 40  # more rows than any stream has
+WAITING = 4  # threads that wait for remote storage, for each that works
+WAITED_FOR = 8  # chunks that each stream asks remote storage for ahead, of all datasets together
 _NONE = np.empty(0, np.int32)
 # the window of rows of padding
 NOTHING = (
@@ -191,7 +193,9 @@ class StreamReader(RowReader):
         self._rows, self._begin_row, self._states = rows, row, states
         self.aligned = rows.aligned
         self._own = rows.own(share)
-        self._pool = ReadPool(rows.workers, f"easypipe-{rows.name}-read")
+        waits = any(source.waits for source in rows.sources)
+        waiting = WAITING * rows.workers if waits else 0
+        self._pool = ReadPool(rows.workers, f"easypipe-{rows.name}-read", waiting=waiting)
         self._window_pool = ReadPool(share.workers, f"easypipe-{rows.name}-window")
         self._windows_ahead = share.workers > 0
         self._streams: dict[int, Stream] = {}
@@ -338,9 +342,17 @@ class StreamReader(RowReader):
     def _begin(self) -> None:
         """Makes the streams of this process, at the states where the iteration begins."""
         spec = self._rows.spec
+        sources, seed = self._rows.sources, spec.plan.seed
+        waits = -(-WAITED_FOR // len(sources))
         deals = [
-            Deal(source, spec.num_streams, seed=spec.plan.seed, shuffle=spec.shuffle)
-            for source in self._rows.sources
+            Deal(
+                source,
+                spec.num_streams,
+                seed=seed,
+                shuffle=spec.shuffle,
+                ahead=waits if source.waits else 1,
+            )
+            for source in sources
         ]
         for state in self._states:
             self._bad.update({i: place.bad for i, place in enumerate(state.drawn)})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 import numpy as np
@@ -181,7 +182,7 @@ class ForwardSource(FileSource):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(uncounted=True, checks_text=True)
+        return dataclasses.replace(super().info, uncounted=True)
 
     @property
     def fingerprint(self) -> str:
@@ -207,6 +208,9 @@ class ForwardSource(FileSource):
         clone = self.reopened()
         clone._exact, clone._schemas = columns, {}
         return clone
+
+    def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
+        return self._plain.held(self.files[shard], max(0, start - 1), stop + BEHIND_BYTES)
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Returns the lines that begin in plain bytes `start` to `stop`, which may pass the end."""

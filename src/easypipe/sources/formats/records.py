@@ -11,6 +11,7 @@ import base64
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,13 +105,11 @@ class RecordIndex:
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yields the range in pieces of about PIECE_BYTES, cut where the index has entries."""
+        ends = np.append(self.offsets[1:], self.stop)
         while start < stop:
             here = int(np.searchsorted(self.rows, start, side="right")) - 1
-            there = max(
-                here + 1,
-                int(np.searchsorted(self.offsets, self.offsets[here] + PIECE_BYTES, side="right"))
-                - 1,
-            )
+            reach = self.offsets[here] + PIECE_BYTES
+            there = max(here + 1, int(np.searchsorted(ends, reach, side="right")))
             end = min(stop, int(self.rows[there])) if there < len(self.rows) else stop
             yield start, end
             start = end
@@ -192,6 +191,11 @@ class RecordSource(FileSource):
         return Rows(
             pa.concat_tables(tables), np.concatenate(numbers), list(itertools.chain(*rejects))
         )
+
+    def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
+        file, found = self.files[shard], self._open().surveys[shard].detail
+        _, begin, end = found.index.span(start, stop)
+        return self._plain.held(file, begin, end)
 
     def _line(self, file: FileRef, survey: Survey, row: int) -> int | None:
         found: Found = survey.detail

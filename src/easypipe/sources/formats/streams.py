@@ -16,11 +16,12 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import zstandard
 
-from easypipe.sources.files import open_binary, open_local, read_range
+from easypipe.sources.files import held, open_binary, open_local, read_range
 from easypipe.sources.refs import FileRef, compression_of, reading
 
 log = logging.getLogger("easypipe")
@@ -125,6 +126,14 @@ class PlainBytes:
                     break  # the end of the file
                 pieces.append(block[max(0, start - first) : stop - first])
         return b"".join(pieces)
+
+    def held(self, file: FileRef, start: int, stop: int) -> AbstractContextManager[None]:
+        """Returns a block in which these plain bytes are fetched already.
+
+        Those of compressed files are not: they come out of what stands in front of them.
+        """
+        packed = compression_of(file.path) is not None
+        return nullcontext() if packed else held(file, start, min(stop, file.num_bytes))
 
     def ends(self, file: FileRef, position: int) -> bool:
         """Returns whether there is no plain byte at `position` or behind it."""

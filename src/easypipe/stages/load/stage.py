@@ -6,8 +6,10 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from threading import Semaphore
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from easypipe.core.protocols import (
     Source,
     Sources,
     bad_of,
+    fetched,
     info_of,
     innermost,
     place_of,
@@ -430,7 +433,7 @@ class ForwardDocuments:
         dataset = datasets_of(context).get(name)
         self._on_error = "error" if dataset is None else dataset.on_error
         self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
-        self.unit = unit_of(source)
+        self.unit, self.waits = unit_of(source), info_of(source).waits
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -449,11 +452,12 @@ class ForwardDocuments:
                 )
         return shards
 
-    def load(self, shard: int, start: int, stop: int) -> Loaded:
-        """Reads and encodes rows `start` to `stop` of a shard."""
-        here = self._source.shards[shard]
+    def load(self, shard: int, start: int, stop: int, turns: Semaphore) -> Loaded:
+        """Reads and encodes rows `start` to `stop` of a shard, the latter when `turns` admits it."""
+        here, span = self._source.shards[shard], (shard, start, stop)
         try:
-            found = self._documents(shard, start, stop)
+            with fetched(self._source, *span) if self.waits else nullcontext(), turns:
+                found = self._documents(*span)
             bad = self._bad(shard, found.rejects)
         except Exception as error:
             at = f"{here.name}, {self.unit} {start}:{stop}"

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from easypipe.cache.reader import TokenCache
 from easypipe.core.aligned import AlignedColumn
+from easypipe.core import storage
 from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import require
@@ -243,11 +244,13 @@ class Mixture:
         if len(known) <= self._remembered.get(plan.fingerprint, 0):
             return
         self._remembered[plan.fingerprint] = len(known)
+        path = self._checkpoint_path(plan)
         if len(self._recalled(plan)) < len(known):
-            path = self._checkpoint_path(plan)
             remember_checked(
                 path, {"plan": plan.fingerprint, "states": [state.to_json() for state in known]}
             )
+        else:  # another process that wrote it may have been killed
+            storage.sweep(path.parent)
 
     def _make(self, pack: PackSpec | None, num_epochs: int | None, eos: int | None) -> Plan:
         """Makes a plan, with its checkpoints if an earlier process committed some."""

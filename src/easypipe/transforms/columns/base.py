@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
@@ -41,6 +42,7 @@ from easypipe.core.protocols import (
     Transform,
     bad_of,
     by_row,
+    fetched,
     identity_of,
     info_of,
     place_of,
@@ -414,6 +416,9 @@ class TransformedSource(Source):
         narrowed._reads = None if reads is None else tuple(reads)
         narrowed._schema = narrowed._after(narrowed.source.schema)
         return narrowed
+
+    def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
+        return fetched(self.source, shard, start // self._factor, -(-stop // self._factor))
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Returns rows `start` to `stop`, and those that were refused or left out.
