@@ -18,8 +18,8 @@ from typing import Self
 import pyarrow as pa
 
 from easypipe.cache.reader import TokenCache
-from easypipe.core.aligned import AlignedColumn
 from easypipe.core import storage
+from easypipe.core.aligned import AlignedColumn
 from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import require
