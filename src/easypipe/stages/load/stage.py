@@ -453,7 +453,7 @@ class ForwardDocuments:
         return shards
 
     def load(self, shard: int, start: int, stop: int, turns: Semaphore) -> Loaded:
-        """Reads and encodes rows `start` to `stop` of a shard, the latter when `turns` admits it."""
+        """Reads and encodes rows `start` to `stop` of a shard, as soon as `turns` admits it."""
         here, span = self._source.shards[shard], (shard, start, stop)
         try:
             with fetched(self._source, *span) if self.waits else nullcontext(), turns:
