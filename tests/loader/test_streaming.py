@@ -590,7 +590,7 @@ def test_a_read_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = set(threading.enumerate())
     release = threading.Event()
 
-    def hang(self: ForwardDocuments, shard: int, start: int, stop: int) -> Any:
+    def hang(self: ForwardDocuments, *rows: Any) -> Any:
         release.wait(30)
         raise SourceError(at="x", problem="too late")
 
