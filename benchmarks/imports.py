@@ -40,7 +40,7 @@ def main() -> None:
     report.target(
         "import easypipe, seconds", statistics.median(report.seconds["import easypipe"]), below=0.3
     )
-    report.target("jax loaded with it", float(loads_jax), below=1)
+    report.target("whether import easypipe loads jax (0: no)", float(loads_jax), below=1)
     report.finish(options.out)
 
 

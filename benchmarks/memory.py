@@ -1,12 +1,12 @@
-"""Measures the peak anonymous memory (RssAnon) of every stage on 100 MB and on 2 GB of text. It
-must not grow with the data.
+"""Measures the peak anonymous memory (RssAnon) of every stage on 100 MB and on 2 GB of text, either
+in one Parquet row group (`row-group`) or in JSON lines of which one has 60 MB (`long-line`). The
+memory must not grow with the data.
 
 Each stage runs in a process of its own, on real text and on text without repetitions (high
 entropy): prepare (text to the token cache), save (the cache to packed parquet), load (a pass over
-packed rows of the cache, in batches) and streaming (a pass over the text itself). `row-group` is
-real text in one parquet row group, `long-line` real text in JSON lines of which one has 60 MB. Text
-is repeated where there is too little of it. Needs four times the largest size in the temporary
-folder, and gives it back.
+packed rows of the cache, in batches) and streaming (a pass over the text itself). Text is repeated
+where there is too little of it. Needs four times the largest size in the temporary folder, and
+gives it back.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def main() -> None:
                 lines.append((kind, stage, f"{small:.0f}", f"{large:.0f}", f"{large - small:+.0f}"))
                 report.facts[f"{stage}, {kind} text: peak MB"] = [round(small), round(large)]
                 report.target(
-                    f"MB that {options.sizes[1]} MB of {kind} text take more, {stage}",
+                    f"{stage}, MB more for {options.sizes[1]} MB of {kind} text",
                     large - small,
                     below=MOST_MORE,
                 )

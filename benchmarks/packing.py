@@ -213,15 +213,17 @@ def main() -> None:
     }
     first = next(iter(core.values()))
     report.target(
-        "M slots/s per core, plan and gather of four columns",
+        "million slots a second per core, to plan rows and gather four columns",
         first["first_fit"][1] / 1e6,
         at_least=300,
     )
     report.target(
-        "times grain FirstFit", report.ratio("easypipe first_fit", "grain FirstFit"), at_least=80
+        "times the speed of grain FirstFit",
+        report.ratio("easypipe first_fit", "grain FirstFit"),
+        at_least=80,
     )
     report.target(
-        "times grain without read threads",
+        "times the speed of grain without read threads",
         report.ratio("easypipe first_fit", "grain FirstFit, no read threads"),
         at_least=1,
     )

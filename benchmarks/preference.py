@@ -1,7 +1,8 @@
-"""A step on preferences with a cached reference against one that asks its reference in every step.
+"""Compares steps on preferences whose reference is `cached`, runs in every step (`initial`) or is
+absent (`none`), when all parameters are trained (`full`) and when adapters are (`lora`).
 
-Both train the same model on one batch of pairs, with all parameters and with adapters, in
-alternation. Seconds are of processor time, so that other work on the machine does not count.
+All train the same model on one batch of pairs, in alternation. Seconds are of processor time, so
+that other work on the machine does not count.
 
 The limit by arithmetic counts products of matrices alone: 2 of each parameter and token in a
 forward pass, 4 in a backward pass, 2 where the matrix is frozen, and 2 more of the head in every

@@ -1,5 +1,5 @@
-"""Conversations → tokens with a loss mask: easypipe's token cache against `datasets.map` as TRL
-processes them, same rows, same template.
+"""Compares how fast easypipe's token cache and `datasets.map`, called as TRL calls it, tokenize the
+same conversations with loss masks, by the same template.
 
 The peer calls `apply_chat_template(tokenize=True, return_dict=True,
 return_assistant_tokens_mask=True)` on every row, as TRL's SFTTrainer does with assistant_only_loss,
@@ -162,7 +162,7 @@ def main() -> None:
 
         alternate(report, {"easypipe": run_ours, "datasets.map": run_theirs}, options.rounds, clear)
     report.target(
-        "times datasets.map with apply_chat_template",
+        "times the speed of datasets.map with apply_chat_template",
         report.ratio("easypipe", "datasets.map"),
         at_least=5 if options.unmarked else 8,
     )

@@ -186,7 +186,7 @@ def test_leaky_attention(project: Path, monkeypatch: pytest.MonkeyPatch) -> None
     finding = of_model(project, "no document sees another")
     assert finding.state == "FAILED"
     assert "where the tokens of document 1 are others" in finding.says
-    assert of_model(project / "again", "packed equals alone").state == "FAILED"
+    assert of_model(project / "again", "packing keeps the loss").state == "FAILED"
 
 
 def test_accumulation_that_averages(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_an_unstable_template(project: Path, monkeypatch: pytest.MonkeyPatch) ->
         return usual(self, _array(texts, given), **options)
 
     monkeypatch.setattr(Tokenizer, "encode_column", unstable)
-    finding = of_data(project, "prepared again, the same")
+    finding = of_data(project, "preparing again changes nothing")
     assert finding.state == "FAILED"
     assert "row 0, token" in finding.says
     assert "prepared another time" in finding.says

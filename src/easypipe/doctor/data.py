@@ -109,7 +109,7 @@ def data_checks(sample: Sample) -> Sequence[Check]:
     parts: dict[str, Callable[[Sample], str]] = {
         "no row is lost": no_row_is_lost,
         "tokens are the reference's": tokens_are_the_references,
-        "prepared again, the same": prepared_again_the_same,
+        "preparing again changes nothing": preparing_again_changes_nothing,
         "rows are well formed": rows_are_well_formed,
         "masks": masks,
         "resume": resume,
@@ -143,7 +143,7 @@ def tokens_are_the_references(sample: Sample) -> str:
     return compare(sample.pipeline, sample.by_reference(), "by the `tokenizers` library")
 
 
-def prepared_again_the_same(sample: Sample) -> str:
+def preparing_again_changes_nothing(sample: Sample) -> str:
     return compare(sample.pipeline, sample.again(), "prepared another time")
 
 

@@ -30,7 +30,7 @@ def model_checks(run: RunConfig, sample: Sample, folder: Path) -> Sequence[Check
     accumulated = partial(accumulated_equals_whole, run, sample, folder)
     return [
         Check("no document sees another", partial(no_document_sees_another, run, sample)),
-        Check("packed equals alone", partial(packed_equals_alone, run, sample)),
+        Check("packing keeps the loss", partial(packing_keeps_the_loss, run, sample)),
         Check("accumulation equals the whole batch", accumulated),
     ]
 
@@ -52,7 +52,7 @@ def no_document_sees_another(run: RunConfig, sample: Sample) -> str:
     return f"{int(row[SEGMENT_IDS].max())} documents of a row"
 
 
-def packed_equals_alone(run: RunConfig, sample: Sample) -> str:
+def packing_keeps_the_loss(run: RunConfig, sample: Sample) -> str:
     """Checks that the loss of a packed row is the sum of the losses of its documents alone."""
     row, model = _packed_row(sample), _small(run, sample)
     whole, alone = _loss(model, row), 0.0

@@ -45,8 +45,8 @@ def preview(
 ) -> Preview:
     """Returns the first `n` samples of a config, or of a Pipeline with its own stages.
 
-    No file is read to its end and nothing is kept. The samples show what rows look like, not which
-    come first in training.
+    Only the beginning of each dataset is read, and nothing is kept. The samples show what rows look
+    like, not which come first in training.
 
     Args:
         config: A PipelineConfig, a dict, or a YAML file, also that of a run.
