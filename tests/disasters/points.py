@@ -152,9 +152,10 @@ class Trial:
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
             "JAX_NUM_PROCESSES": str(job.processes),
         }
+        beside = Order(name, folder, KILL)  # at none of its operations: they are listed
         orders = [
             replace(
-                struck if rank == job.struck else Order(name, folder),
+                struck if rank == job.struck else beside,
                 environment=told | {"JAX_PROCESS_ID": str(rank)},
             )
             for rank in range(job.processes)

@@ -33,6 +33,7 @@ ENTRY_ROWS = 1024
 ENTRY_BYTES = 1 << 20
 CUT_BYTES = 1 << 20  # cuts of a shard are at least so many plain bytes apart
 CHUNK_BYTES = 4 << 20
+REMOTE_CHUNK_BYTES = 8 << 20  # answers are waited for
 PIECE_BYTES = 32 << 20  # a range is read in pieces of about so many plain bytes
 SYNCED_BYTES = 1 << 20  # the index of a smaller local file is made again sooner than synced
 BATCH_RECORDS = 1 << 14
@@ -307,7 +308,8 @@ def _behind(file: FileRef, plain: PlainBytes, position: int, held: int) -> tuple
     """
     limit = sys.maxsize if file.head_bytes is None else file.head_bytes
     # for a long record as much again as is held, so that it is scanned few times
-    wanted = max(0, min(max(CHUNK_BYTES, held), limit - position))
+    least = REMOTE_CHUNK_BYTES if file.remote else CHUNK_BYTES
+    wanted = max(0, min(max(least, held), limit - position))
     more = plain.fetch(file, position, position + wanted)
     if len(more) < wanted or position + wanted < limit:
         return more, len(more) < wanted, False
