@@ -18,8 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from disasters.damage import EQUAL, KINDS, PLACED, WAYS, Damaged
 from disasters.interposer import Interposed
-from disasters.jobs import JOBS
-from disasters.points import HOWS, WRITES, Trial
+from disasters.points import HOWS
 from disasters.strike import STRUCK
 
 PAGE = Path(__file__).parents[2] / "docs" / "disasters.md"
@@ -71,11 +70,12 @@ is done. After each, the same without a limit ends well.
 
 ## File operations
 
-*Struck* is how many of the points, operations times ways, were tried up to now. Operations of one kind, on files of one kind, made by the same lines of easypipe, are one
-*class*: those are struck first, one of each, then one of each in every way. *Wrong* is what the last code still answered badly.
+*Killed* is how many operations were the last one of the process, which was killed or lost power there; *failing* is how many failed, in one of the other ways. *Points* are
+operations times ways. Operations of one kind, on files of one kind, made by the same lines of easypipe, are one *class*: those are struck first, one of each, then each operation
+once killed and once failing, then each class in each way (`--once` leaves that out). *Wrong* is what the last code still answered badly.
 
-| job | in all | of them | struck | classes struck | classes times ways | dead, refused, well | wrong |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| job | operations | of them | killed | failing | classes | points | dead, refused, well | wrong |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 DAMAGE = """
 ## Damage
@@ -85,21 +85,16 @@ What the next reader does of a file that was damaged. *Made again* means that it
 """
 
 
-def operations(interposed: Interposed, folder: Path) -> list[str]:
+def operations() -> list[str]:
     lines: list[str] = []
-    struck = json.loads(STRUCK.read_text(encoding="utf-8"))
-    for name in JOBS:
-        trial = Trial(interposed, name, folder)
-        calls = Counter("write" if call in WRITES else call for call, _ in trial.operations)
-        said = ", ".join(f"{call} {count}" for call, count in sorted(calls.items()))
-        own, points = Counter(struck.get(name, {})), len(trial.operations) * len(HOWS)
+    for name, one in json.loads(STRUCK.read_text(encoding="utf-8")).items():
+        own, count = Counter(one), one["operations"]
         lines.append(
-            f"| {name} | {len(trial.operations)} | {said} | {own['struck']:,} of {points:,} | "
-            f"{own['classes']} of {own['classes listed']} | {own['classes in all ways']:,} of "
-            f"{own['classes listed'] * len(HOWS):,} | "
+            f"| {name} | {count} | {one['of them']} | {own['killed']} of {count} | "
+            f"{own['failing']} of {count} | {own['classes']} of {own['classes listed']} | "
+            f"{own['struck']:,} of {count * len(HOWS):,} | "
             f"{own['dead']}, {own['refused']}, {own['well']} | {own['wrong']} |"
         )
-        trial.close()
     return lines
 
 
@@ -123,7 +118,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="easypipe-disasters-") as name:
         folder = Path(name).resolve()
         with Interposed(folder, arrays=True) as interposed:
-            parts = [*operations(interposed, folder), DAMAGE, *damage(interposed, folder)]
+            parts = [*operations(), DAMAGE, *damage(interposed, folder)]
     PAGE.write_text(HEAD + "\n".join(parts).replace("\n\n\n", "\n\n") + "\n", encoding="utf-8")
 
 

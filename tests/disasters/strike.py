@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from disasters.interposer import Interposed
 from disasters.jobs import JOBS
-from disasters.points import HOWS, KILLS, Found, Trial
+from disasters.points import HOWS, KILLS, WRITES, Found, Trial
 
 STRUCK = Path(__file__).with_name("struck.json")
 
@@ -78,25 +78,24 @@ def read(log: Path) -> list[Found]:
     return [Found(**json.loads(line)) for line in lines]
 
 
-def counted(found: Sequence[Found], groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """By job of `groups`: how many points were struck of the operations that are listed now, of how
-    many operations and classes, how the jobs ended, and what was wrong afterwards.
+def counted(found: Sequence[Found], trial: Trial) -> dict[str, Any]:
+    """How many points of a job were struck, of how many operations and classes that are listed now,
+    how the job ended, and what was wrong afterwards.
     """
-    counts: dict[str, dict[str, int]] = {}
-    for job, listed in groups.items():
-        own = [one for one in found if one.job == job and one.group in listed]
-        counts[job] = {
-            "struck": len(own),
-            "killed": len({one.number for one in own if one.how in KILLS}),
-            "failing": len({one.number for one in own if one.how not in KILLS}),
-            "operations": len(listed),
-            "classes": len({one.group for one in own}),
-            "classes listed": len({*listed}),
-            "classes in all ways": len({(one.group, one.how) for one in own}),
-            **Counter(one.ended for one in own),
-            "wrong": sum(one.wrong != "" for one in own),
-        }
-    return counts
+    listed = {*trial.groups}
+    own = [one for one in found if one.job == trial.job and one.group in listed]
+    calls = Counter("write" if call in WRITES else call for call, _ in trial.operations)
+    return {
+        "operations": len(trial.operations),
+        "of them": ", ".join(f"{call} {count}" for call, count in sorted(calls.items())),
+        "struck": len(own),
+        "killed": len({one.number for one in own if one.how in KILLS}),
+        "failing": len({one.number for one in own if one.how not in KILLS}),
+        "classes": len({one.group for one in own}),
+        "classes listed": len(listed),
+        **Counter(one.ended for one in own),
+        "wrong": sum(one.wrong != "" for one in own),
+    }
 
 
 def main() -> int:
@@ -106,22 +105,18 @@ def main() -> int:
     options.add_argument("--minutes", type=float, default=float("inf"))
     options.add_argument("--once", action="store_true")
     asked = options.parse_intermixed_args()
-    groups: dict[str, Sequence[str]] = {}
+    struck = json.loads(STRUCK.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="easypipe-disasters-") as name:
         folder = Path(name).resolve()
         with Interposed(folder, arrays=True) as interposed:
             for job in asked.jobs or JOBS:
                 trial = Trial(interposed, job, folder)
-                groups[job] = trial.groups
-                classes = len({*trial.groups})
-                print(f"{job}: {len(trial.groups)} operations, {classes} classes", flush=True)
+                print(f"{job}: {len(trial.groups)} operations", flush=True)
                 strike(trial, asked.log, asked.minutes * 60, once=asked.once)
+                struck[job] = counted(read(asked.log), trial)
+                STRUCK.write_text(json.dumps(struck, indent=1) + "\n", encoding="utf-8")
                 trial.close()
     found = read(asked.log)
-    before = json.loads(STRUCK.read_text(encoding="utf-8"))
-    STRUCK.write_text(
-        json.dumps(before | counted(found, groups), indent=1) + "\n", encoding="utf-8"
-    )
     for one in found:
         if one.wrong:
             print(one)
