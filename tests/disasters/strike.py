@@ -111,7 +111,9 @@ def main() -> int:
         with Interposed(folder, arrays=True) as interposed:
             for job in asked.jobs or JOBS:
                 trial = Trial(interposed, job, folder)
-                print(f"{job}: {len(trial.groups)} operations", flush=True)
+                print(f"{job}: {len(trial.operations)} operations")
+                for number, (call, path) in enumerate(trial.operations, start=1):
+                    print(f"{number:5} {call} {path}", flush=True)
                 strike(trial, asked.log, asked.minutes * 60, once=asked.once)
                 struck[job] = counted(read(asked.log), trial)
                 STRUCK.write_text(json.dumps(struck, indent=1) + "\n", encoding="utf-8")
