@@ -90,6 +90,7 @@ def test_commands_on_data_work_and_others_name_the_extra(project: Path) -> None:
         ["prepare", "run.yaml", "--set", "data.save.output_dir=again"],
         ["plan", "run.yaml"],
         ["preview", "run.yaml"],
+        ["masks", "chatml"],
         ["explain", "run.yaml", "--step", "0"],
         ["verify", "saved"],
         ["discover", "data.jsonl"],

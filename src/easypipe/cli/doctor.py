@@ -54,8 +54,8 @@ def doctor(
     overrides: Overrides = None,
 ) -> None:
     """Check your machine and your data. Tests easypipe's guarantees (determinism, exact resume,
-    conservation of tokens, isolation of documents) and shows the smallest example of each failure;
-    exit code 1 if there is one. Its temporary files are deleted.
+    conservation of tokens, isolation of documents) and shows an example of each failure; exit code
+    1 if there is one. Its temporary files are deleted.
     """
     require(
         machine or config is not None,

@@ -15,7 +15,7 @@ from easypipe.core.pages import Section, page_of
 class Failed(Exception):
     """Reports that what a check looks for does not hold.
 
-    The message is the smallest example of it.
+    The message names an example.
     """
 
 
