@@ -88,6 +88,7 @@ REFUSED = [
         {**GOOD, "many": [{"seq_length": 1, "strategy": "gredy"}]},
         "many[0].strategy: 'gredy' is not an option (have: greedy, pool). Did you mean 'greedy'?",
     ),
+    ({**GOOD, "weights": [1]}, "weights: wants a mapping, got [1] (list)"),
     ({**GOOD, "weights": {"code": "much"}}, "weights.code: wants a number, got 'much' (str)"),
     (
         {**GOOD, "either": {"seq_length": 0}},

@@ -271,10 +271,10 @@ PASSING: list[BaseException] = [
     remote.ShortReadError(),
     remote.OtherAnswerError(),
     *(OSError(number, "told") for number in (errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ETIMEDOUT, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EBUSY)),
-    *(of_library(f"{module}.inner", "ReadTimeout") for module in ("aiohttp", "botocore", "aiobotocore", "httpx", "httpcore", "requests", "urllib3", "http", "gcsfs")),
+    *(of_library(f"{module}.inner", "ReadTimeout") for module in ("aiohttp", "botocore", "aiobotocore", "httpx", "httpx2", "httpcore", "requests", "urllib3", "http", "gcsfs")),
     *(of_library("aiohttp", name) for name in ("ServerDisconnectedError", "ClientPayloadError", "ClientOSError", "ClientConnectorError", "ConnectTimeout", "IncompleteReadError", "RemoteProtocolError")),
     *(of_library(module, name) for module, name in (("botocore.exceptions", "FlexibleChecksumError"), ("gcsfs.retry", "ChecksumError"))),
-    *(of_library("own", "Refused", status=status) for status in (408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 524, 529)),
+    *(of_library("own", "Refused", status=status) for status in (408, 425, 429, 500, 502, 503, 504, 507, 509, *range(520, 525), 529)),
     of_library("own", "Refused", response=SimpleNamespace(status_code=503)),
     of_library("own", "Refused", response=RESET),
     of_library("own", "Refused", status_code=503),
@@ -391,10 +391,11 @@ def test_values_of_telling_options_are_hidden(options: dict[str, Any]) -> None:
 
 
 def test_what_is_no_secret_is_told() -> None:
-    options = {"token": "anon", "endpoint": "https://own", "key": "abc"}
-    assert remote.tell(OSError("anon of https://own, abc"), URL, options) == (
-        "OSError: anon of https://own, abc"
-    )
+    # what gcsfs takes for a token, and is none
+    for word in ("anon", "cloud", "cache", "google_default", "browser"):
+        options = {"token": word, "endpoint": "https://own", "key": "abc"}
+        said = f"{word} of https://own, abc"
+        assert remote.tell(OSError(said), URL, options) == f"OSError: {said}"
     # the longer first: of one that begins with another no end is left
     both = {"token": "s3cr3t", "key": "s3cr3t-and-more"}
     assert remote.tell(OSError("s3cr3t-and-more"), URL, both) == "OSError: ***"

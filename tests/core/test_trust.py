@@ -117,7 +117,12 @@ def test_credentials_of_the_machine_go_to_no_store_that_only_a_config_names(
     for options in (
         {"endpoint_url": ELSEWHERE},
         {"client_kwargs": {"endpoint_url": ELSEWHERE}},
-        {"endpoint_url": ELSEWHERE, "token": "google_default"},
+        # of gcsfs, credentials of the machine
+        *(
+            {"endpoint_url": ELSEWHERE, "token": own}
+            for own in ("cloud", "cache", "google_default", "browser", None)
+        ),
+        {"endpoint_url": ELSEWHERE, "anon": False},
     ):
         with pytest.raises(
             ConfigError,
@@ -126,7 +131,8 @@ def test_credentials_of_the_machine_go_to_no_store_that_only_a_config_names(
             read(**options)
     read(endpoint_url="http://127.0.0.1:9000")
     read(endpoint_url=ELSEWHERE, anon=True)
-    read(endpoint_url=ELSEWHERE, key="its own", secret="too")
+    for name in ("key", "secret", "token", "username", "password", "connection_string"):
+        read(endpoint_url=ELSEWHERE, **{name: "its own"})
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST"):
         with monkeypatch.context() as patched:
             patched.setenv(name, ELSEWHERE)

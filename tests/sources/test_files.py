@@ -133,7 +133,10 @@ def test_wrong_arguments() -> None:
         ("a.tar", "webdataset"),
         ("A.JSONL", "json"),
         *((f"a.jsonl.{ending}", "json") for ending in ("gz", "zst", "zstd", "bz2")),
-        ("a.csv.zst", "csv"),
+        *(
+            (f"a.{one}.zst", kind)
+            for one, kind in (("csv", "csv"), ("txt", "txt"), ("mds", "mds"), ("tar", "webdataset"))
+        ),
         ("a.parquet.gz", None),
         ("a.b", None),
         ("a.gz", None),

@@ -420,6 +420,27 @@ def test_layouts(names: list[str], card: dict, options: dict, chosen: list[str])
     assert choose_files(names, card, at="hub", **options) == chosen
 
 
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [  # those that the Hub documents ("File names and splits")
+        ("train", ("train", "training")),
+        ("validation", ("validation", "valid", "val", "dev")),
+        ("test", ("test", "testing", "eval", "evaluation")),
+    ],
+)
+def test_words_that_name_a_split(split: str, words: tuple[str, ...]) -> None:
+    for word in words:
+        for name in (f"{word}.csv", f"data/{word}/1.csv", f"my-{word}_1.csv", f"{word}1.csv"):
+            others = [f"{other}/2.csv" for other in ("train", "test", "dev") if other not in words]
+            assert choose_files([name, *others], {}, at="hub", split=split) == [name]
+
+
+def test_files_that_the_library_keeps_beside_data_are_no_data() -> None:
+    kept = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+    names = ["a.jsonl", *kept, *(f"sub/{name}" for name in kept)]
+    assert choose_files(names, {}, at="hub") == ["a.jsonl"]
+
+
 def test_layouts_that_say_too_little() -> None:
     configs = [{"config_name": name, "data_files": f"{name}.csv"} for name in ("en", "de")]
     with pytest.raises(MissingFileError) as caught:

@@ -18,12 +18,14 @@ import traceback
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.registry import known_implementations
 
 import pipelines
 from easypipe import DatasetConfig, Pipeline, PipelineConfig
@@ -478,7 +480,9 @@ def test_configs_keep_no_storage_options() -> None:
 # Buckets
 
 
-@pytest.mark.parametrize("url", ["s3:///a.jsonl", "gs:///a.jsonl", "https:///a.jsonl"])
+@pytest.mark.parametrize(
+    "url", [f"{protocol}:///a.jsonl" for protocol in ("s3", "s3a", "gs", "gcs", "http", "https")]
+)
 def test_a_url_without_a_bucket(url: str) -> None:
     with pytest.raises((SourceError, StorageError), match=r"names no (bucket|server)"):
         open_files(url)
@@ -657,16 +661,31 @@ def test_an_outage_of_a_bucket_is_told_by_the_deadline(store: Store, fault: obje
             list(pool.map(told, calls))
 
 
-def test_s3_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "extra"),
+    [("s3", "s3"), ("s3a", "s3"), ("gs", "gcs"), ("gcs", "gcs"), ("abfs", None)],
+)
+def test_a_store_without_its_package(
+    protocol: str, extra: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The protocols are those that fsspec serves by the packages of our extras."""
+    if extra is not None:
+        serves = known_implementations[protocol]["class"].partition(".")[0]
+        told = metadata.requires("easypipe") or []
+        assert any(one.startswith(serves) and f'"{extra}"' in one.replace("'", '"') for one in told)
+
     def absent(*args: object, **kwargs: object) -> None:
-        raise ImportError("Install s3fs to access S3")
+        raise ImportError("Install it")
 
     monkeypatch.setattr(storage, "url_to_fs", absent)
-    with pytest.raises(
-        StorageError,
-        match=r"s3://bucket/a\.txt: cannot open s3:// paths: .*pip install 'easypipe\[s3\]'",
-    ):
-        open_files("s3://bucket/a.txt")
+    install = (
+        f"pip install 'easypipe[{extra}]'." if extra else "Install the fsspec package for abfs."
+    )
+    with pytest.raises(StorageError) as caught:
+        open_files(f"{protocol}://bucket/a.txt")
+    assert str(caught.value) == (
+        f"{protocol}://bucket/a.txt: cannot open {protocol}:// paths: ImportError: Install it. {install}"
+    )
 
 
 def test_no_secret_is_told_in_whatever_form_it_comes_back() -> None:

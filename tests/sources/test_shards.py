@@ -104,28 +104,36 @@ def test_a_shard_that_lies_there_twice_is_read_once(tmp_path: Path) -> None:
 
 
 def test_every_encoding_that_is_read(tmp_path: Path) -> None:
-    columns: Columns = {
-        "b": ("bytes", None),
-        "f": ("float16", 2),
-        "i": ("int", 8),
-        "j": ("json", None),
-        "n": ("ndarray:uint16", None),
-        "s": ("ndarray:int32:2", 8),
-        "t": ("str_int", None),
-        "u": ("str_float", None),
-    }
-    array = bytes([1 << 2, 3]) + np.array([7, 8, 9], "<u2").tobytes()
-    fixed = np.array([5, 6], "<i4").tobytes()
-    half, whole = np.float16(0.5).tobytes(), struct.pack("<q", -3)
-    row = [b"\xff", half, whole, b'{"a": [1]}', array, fixed, b"-12", b"1.5"]
+    """Those that MosaicML's library writes, without pickles, arrays of images and decimals."""
+    numbers = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    numbers += ["float16", "float32", "float64"]
+    columns: Columns = {name: (name, np.dtype(name).itemsize) for name in numbers}
+    row = [np.array(3, name).tobytes() for name in numbers]
+    expected: dict[str, Any] = dict.fromkeys(numbers, 3)
+    for name in numbers:
+        head = bytes([1 << 2, 3]) if name != "uint32" else bytes([1 << 2 | 1]) + b"\3\0"
+        columns |= {f"{name}s": (f"ndarray:{name}", None)}
+        row += [head + np.array([7, 8, 9], name).tobytes()]
+        expected |= {f"{name}s": [7, 8, 9]}
+    for name, encoding, size, data, value in (
+        ("fixed", "ndarray:int32:2", 8, np.array([5, 6], "<i4").tobytes(), [5, 6]),
+        ("int", "int", 8, struct.pack("<q", -3), -3),
+        ("str", "str", None, "é".encode(), "é"),
+        *((name, name, None, b"\xff", b"\xff") for name in ("bytes", "jpeg", "png")),
+        ("json", "json", None, b'{"a": [1]}', '{"a": [1]}'),
+        ("whole", "str_int", None, b"-12", -12),
+        ("real", "str_float", None, b"1.5", 1.5),
+    ):
+        columns[name], expected[name] = (encoding, size), value
+        row.append(data)
     (tmp_path / "a.mds").write_bytes(mds(columns, [row, row]))
     source = open_files(tmp_path / "a.mds")
     assert_stateless_reads(source, [1])
-    assert source.read(0, 1, 2).to_pylist() == [
-        {"b": b"\xff", "f": 0.5, "i": -3, "j": '{"a": [1]}', "n": [7, 8, 9], "s": [5, 6]}
-        | {"t": -12, "u": 1.5}
-    ]
-    assert source.schema.field("n").type == pa.large_list(pa.uint16())
+    assert source.read(0, 1, 2).to_pylist() == [expected]
+    for name in numbers:
+        own = pa.from_numpy_dtype(np.dtype(name))
+        assert source.schema.field(name).type == own
+        assert source.schema.field(f"{name}s").type == pa.large_list(own)
 
 
 def test_pickled_columns_are_refused_by_name(tmp_path: Path) -> None:
@@ -136,7 +144,7 @@ def test_pickled_columns_are_refused_by_name(tmp_path: Path) -> None:
         open_files(tmp_path / "a.mds").schema  # noqa: B018
     chosen = open_files(tmp_path / "a.mds").select(["text"])
     assert chosen.read(0, 0, 1).to_pylist() == [{"text": "a"}]
-    for name in ("x.pyd", "x.pickle", "x.pth", "x.meta.pkl"):
+    for name in ("x.pyd", "x.pickle", "x.pth", "x.pt", "x.meta.pkl"):
         path = tar(tmp_path / "a.tar", [("x.txt", b"a"), (name, b"cos\nsystem")])
         with pytest.raises(SchemaError, match=name.partition(".")[2]):
             open_files(path).schema  # noqa: B018

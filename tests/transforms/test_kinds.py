@@ -5,6 +5,8 @@ refusals where two columns fit equally well.
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 
 from easypipe.core.errors import ConfigError
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.transforms.columns.kinds import SLOTS, Kind, guess_kind, plain
+from easypipe.transforms.columns.kinds import SLOTS, TITLES, Kind, guess_kind, plain
 from strategies import examples
 
+ROOT = Path(__file__).resolve().parents[2]
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
 
@@ -170,6 +173,37 @@ def test_every_column_is_used_once_and_order_decides_nothing(names: list[str]) -
     if found.name != "unknown":
         required = {slot.name for slot in SLOTS[found.name] if slot.required}
         assert required <= set(mapped(found)) | {tie.slot for tie in found.ties}
+
+
+def test_every_other_name_that_the_docs_list_is_known() -> None:
+    """An exact name or one that is merely alike would give other reasons."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for line in (ROOT / "docs" / "discover.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 3 or not (slot := re.fullmatch("`(\\w+)`", cells[1])):
+            continue
+        for name, slots in SLOTS.items():
+            has = slot[1] in [one.name for one in slots]
+            if has and (TITLES[name] in cells[0].split(", ") or cells[0].startswith("all ")):
+                told[name, slot[1]] = re.findall("`([^`]+)`", cells[2])
+    assert told == {
+        (name, slot.name): [*slot.aliases]
+        for name, slots in SLOTS.items()
+        for slot in slots
+        if slot.aliases
+    }
+    for (name, slot), aliases in told.items():
+        talks = {"messages": TALK, "sharegpt": SHARED, "prompts": TALK}.get(name, "a")
+        values = {"input_ids": [1], "label": True, "tools": [{"name": "f"}]}
+        for alias in aliases:
+            row = {
+                alias if one.name == slot else one.name: values.get(one.name, talks)
+                for one in SLOTS[name]
+                if one.required or one.name == slot
+            }
+            [found] = [one for one in kind(row, kind=name).choices if one.slot == slot]
+            how = "exact" if alias == slot else "alias"
+            assert (found.column, found.how) == (alias, how), (name, slot)
 
 
 def test_spellings_of_one_name() -> None:

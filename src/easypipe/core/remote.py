@@ -51,18 +51,8 @@ LEAST_TIMEOUT_S = 1.0
 _PASSING_STATUS = frozenset(
     {408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529}
 )
-_PASSING_ERRNO = frozenset(
-    {
-        errno.ECONNRESET,
-        errno.ECONNREFUSED,
-        errno.ECONNABORTED,
-        errno.ETIMEDOUT,
-        errno.EPIPE,
-        errno.EHOSTUNREACH,
-        errno.ENETUNREACH,
-    }
-    | {errno.EBUSY}  # s3fs raises it for SlowDown
-)
+# beside those that Python makes a ConnectionError or TimeoutError; s3fs raises EBUSY for SlowDown
+_PASSING_ERRNO = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EBUSY)
 _PASSING_NAMES = re.compile(
     r"^(ServerDisconnected|ClientPayload|ClientOS|ClientConnector|ServerTimeout|ConnectionClosed|EndpointConnection|ReadTimeout|ConnectTimeout|"
     r"ResponseStreaming|IncompleteRead|HTTPClient|Connect|Read|Write|Pool|RemoteProtocol|Protocol|ChunkedEncoding|Connection|(Flexible)?Checksum)(Error|Timeout|)$"
