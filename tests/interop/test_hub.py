@@ -302,14 +302,30 @@ def test_tokens_are_in_no_text() -> None:
     [
         (
             {"push_to_hub": True},
-            r"hub_repo_id: push_to_hub needs to know where to. Set it, like \"user/name\".",
+            'hub_repo_id: push_to_hub needs to know where to. Set it, like "user/name".',
         ),
-        ({"hub_repo_id": "name"}, r"hub_repo_id: 'name' names no repository"),
-        ({"hub_repo_id": "a/b/c"}, r"names no repository"),
-        ({"hub_token": ""}, r"hub_token: is empty"),
-        ({"hub_revision": "-x"}, r"hub_revision: '-x' names no branch"),
+        *(
+            (
+                {"hub_repo_id": name},
+                f'hub_repo_id: {name!r} names no repository. Write "user/name".',
+            )
+            for name in ("name", "a/b/c", "a b/c", "a/b/")
+        ),
+        (
+            {"hub_token": ""},
+            "hub_token: is empty. Give a token, or leave it out for HF_TOKEN or your login.",
+        ),
+        *(
+            (
+                {"hub_revision": name},
+                f"hub_revision: {name!r} names no branch. Leave it out for main.",
+            )
+            for name in ("-x", "", "a b")
+        ),
+        ({"num_shards": 0}, "num_shards: 0 shards hold nothing. Give at least 1."),
     ],
 )
 def test_options_that_make_no_sense(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         SaveStageConfig(output_dir="x", **options)
+    assert str(caught.value) == message

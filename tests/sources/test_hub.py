@@ -131,7 +131,8 @@ def test_without_a_network_it_is_said_within_five_seconds(
         assert time.monotonic() - began < 5
 
 
-def test_no_more_than_needed_travels(hub: WebServer) -> None:
+def test_no_more_than_needed_travels(hub: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
     source = HuggingFaceShardedSource("org/stories", columns=["text"])
     assert hub.sent < 10_000  # the listing
     before = hub.sent
@@ -139,6 +140,14 @@ def test_no_more_than_needed_travels(hub: WebServer) -> None:
     assert hub.sent - before < 0.25 * sum(len(parquet(*part)) for part in ((0, 3000), (3000, 2000)))
     limited = HuggingFaceShardedSource("org/stories", num_rows=10)
     assert len(limited.shards) == 1  # the second file is not even opened
+    out, table = io.BytesIO(), pq.read_table(io.BytesIO(parquet(0, 30)))
+    with pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table)
+    publish(hub, "org/arrow", {"a.arrow": out.getvalue()})
+    assert len(texts(HuggingFaceShardedSource("org/arrow"))) == 30
+    asked = zip(hub.seen, hub.headers, strict=True)
+    got = [named for (method, path, _), named in asked if method == "GET" and "a.arrow" in path]
+    assert got and all("Range" in named for named in got)  # what has no entries is downloaded
 
 
 def test_parts_of_a_split(hub: WebServer, tmp_path: Path) -> None:

@@ -825,6 +825,14 @@ def test_rows_without_anything_to_train_say_so() -> None:
         ), messages
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user", "tool", "bot"])
+def test_a_role_that_no_template_knows_is_named_where_nothing_is_trained(role: str) -> None:
+    found = render(CHATML, [{"role": role, "content": "Hi"}], train_on="completion")
+    why = "no text that train_on='completion' asks for"
+    why += "; its messages are from 'bot'" if role == "bot" else ""
+    assert found == Refused("nothing_to_train", why)
+
+
 def test_a_day_is_printed_only_if_one_is_given() -> None:
     source = "{{ strftime_now('%d %b %Y') }}" + CHATML
     assert "set template_date" in render(source, talk("Hi", "Hello")).detail

@@ -628,6 +628,10 @@ def test_types_as_text() -> None:
     )
     assert parse_type(" list< list<int32> > ") == pa.large_list(pa.large_list(pa.int32()))
     assert parse_type(pa.list_(pa.string())) == pa.large_list(pa.large_string())
+    names = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    for name in (*names, "float32", "float64", "double", "bool"):
+        assert parse_type(name) == pa.type_for_alias(name)
+    assert (parse_type("string"), parse_type("binary")) == (pa.large_string(), pa.large_binary())
     for wrong in (
         "",
         "list",

@@ -206,6 +206,15 @@ def test_every_other_name_that_the_docs_list_is_known() -> None:
             assert (found.column, found.how) == (alias, how), (name, slot)
 
 
+def test_words_that_make_a_column_something_else() -> None:
+    page = (ROOT / "docs" / "discover.md").read_text(encoding="utf-8")
+    words = re.findall(r"`(\w+)`", page.partition("one of its words is")[2].partition(":")[0])
+    assert len(words) == 12
+    assert texts("prompt_word", "answer").column("prompt") == "prompt_word"
+    for word in words:
+        assert texts(f"prompt_{word}", "answer").column("prompt") is None, word
+
+
 def test_spellings_of_one_name() -> None:
     assert {
         plain(name) for name in ("userPrompt", "user-prompt", "User_Prompt", " user prompt ")

@@ -257,6 +257,31 @@ def test_sharegpt_is_openai_in_other_words() -> None:
         PromptConfig(format_type="sharegpt", roles={"bot": "robot"})
 
 
+@pytest.mark.parametrize(
+    ("asks", "answers"), [("human", "gpt"), ("user", "chatgpt"), ("human", "assistant")]
+)
+@pytest.mark.parametrize("tells", ["observation", "tool"])
+def test_names_of_speakers(asks: str, answers: str, tells: str) -> None:
+    said = ((asks, "1?"), (answers, "A1"), (tells, "3"), (answers, "A2"))
+    turns = [{"from": name, "value": text} for name, text in said]
+    roles = ("user", "assistant", "tool", "assistant")
+    messages = [
+        {"role": role, "content": text} for role, (_, text) in zip(roles, said, strict=True)
+    ]
+    assert shown({"conversations": turns}, format_type="sharegpt", template="chatml") == shown(
+        {"messages": messages}, template="chatml"
+    )
+
+
+@pytest.mark.parametrize("role", ["assistant", "user", "system", "tool", "developer"])
+def test_every_role_can_be_trained(role: str) -> None:
+    messages = [
+        {"role": one, "content": f"of {one}"} for one in dict.fromkeys((role, "user", "assistant"))
+    ]
+    [trained] = shown({"messages": messages}, roles_to_train=(role,), template="chatml")[1]
+    assert trained.startswith(f"of {role}")
+
+
 def test_train_on_and_the_train_flags_of_messages() -> None:
     both, last = ["A1<|im_end|>", "A2<|im_end|>"], ["A2<|im_end|>"]
     for template in (None, MARKED, "chatml"):

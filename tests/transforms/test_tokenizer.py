@@ -35,7 +35,7 @@ from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core import reachable
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.schema import token_dtype
-from easypipe.transforms.tokenizer import fast, proof
+from easypipe.transforms.tokenizer import fast, files, proof
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.files import find_end_tokens
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -456,7 +456,11 @@ def test_without_truncation_max_length_cuts_nothing() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["/nowhere/tokenizer", "./nowhere", "nowhere.json", "a b", "a/b/c", "~/nowhere-easypipe"],
+    [
+        *("/nowhere/tokenizer", "./nowhere", "../nowhere", "~/nowhere-easypipe", "a\\b"),
+        *(f"nowhere.{ending}" for ending in ("json", "model", "tiktoken", "txt")),
+        *("a b", "a/b/c"),
+    ],
 )
 def test_what_looks_like_a_path_is_never_looked_up(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -559,25 +563,44 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
     assert secret not in done.stdout + done.stderr
 
 
+NO_NETWORK = (
+    "Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json (hf download "
+    "a/b --local-dir FOLDER where there is a network), or, for a private or gated repository, set "
+    "HF_TOKEN."
+)
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
         (
             "GatedRepoError",
-            r"a/b: the Hub repository is gated\. Accept its terms on https://huggingface.co/a/b, "
-            r"then set HF_TOKEN",
+            "the Hub repository is gated. Accept its terms on https://huggingface.co/a/b, then set "
+            "HF_TOKEN to a token that may read it.",
         ),
         (
             "RepositoryNotFoundError",
-            r"a/b: no such file or folder, nor such a repository .* set HF_TOKEN",
+            "no such file or folder, nor such a repository on the Hugging Face Hub, or it is "
+            "private. Check the name; for a private repository set HF_TOKEN to a token that may "
+            "read it.",
+        ),
+        (
+            "LocalEntryNotFoundError",
+            "no such file or folder, and the Hugging Face Hub cannot be reached: "
+            f"LocalEntryNotFoundError: bad ***. {NO_NETWORK}",
         ),
         (
             "RemoteEntryNotFoundError",
-            r"a/b: the Hub repository holds no tokenizer\.json\. Convert it",
+            "the Hub repository holds no tokenizer.json. Convert it with transformers: "
+            "AutoTokenizer.from_pretrained(name).save_pretrained(folder), then give the folder.",
         ),
-        (
-            "HfHubHTTPError",
-            r"a/b: cannot be downloaded from the Hugging Face Hub: HfHubHTTPError: bad \*\*\*",
+        *(
+            (
+                error,
+                f"cannot be downloaded from the Hugging Face Hub: {error}: bad ***. Give a local "
+                "tokenizer.json, or, for a private or gated repository, set HF_TOKEN.",
+            )
+            for error in ("HfHubHTTPError", "HFValidationError", "OSError")
         ),
     ],
 )
@@ -586,14 +609,41 @@ def test_answers_of_the_hub(error: str, message: str, monkeypatch: pytest.Monkey
     from huggingface_hub import errors
 
     def refuse(*_: object, **__: object) -> None:
+        kind = getattr(errors, error, OSError)
+        if not issubclass(kind, errors.HfHubHTTPError):
+            raise kind("bad hf_abcdefghijkl")
         # of whichever HTTP library the Hub client uses
         answer = SimpleNamespace(headers={}, request=None, status_code=404)
-        raise getattr(errors, error)("bad hf_abcdefghijkl", response=answer)
+        raise kind("bad hf_abcdefghijkl", response=answer)
 
+    monkeypatch.setattr(files, "hub_unreachable", lambda: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
-    with pytest.raises(TokenizerError, match=message) as caught:
+    with pytest.raises(TokenizerError) as caught:
         load_tokenizer("a/b")
-    assert "hf_abcdefghijkl" not in str(caught.value)
+    assert str(caught.value) == f"a/b: {message}"
+
+
+@pytest.mark.parametrize("error", ["LocalEntryNotFoundError", "HfHubHTTPError"])
+def test_a_config_that_the_hub_does_not_send_is_named(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def only_one(_: str, name: str, **__: object) -> str:
+        if name == "tokenizer.json":
+            return str(Path(small_tokenizer_folder(), name))
+        kind = getattr(errors, error)
+        raise kind("bad hf_abcdefghijkl", **({} if error[0] == "L" else {"response": answer}))
+
+    answer = SimpleNamespace(headers={}, request=None, status_code=503)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", only_one)
+    with pytest.raises(TokenizerError) as caught:
+        load_tokenizer("a/b")
+    assert str(caught.value) == (
+        "a/b: tokenizer_config.json cannot be downloaded from the Hugging Face Hub: "
+        f"{error}: bad ***. Check the network, try again."
+    )
 
 
 def test_without_the_hub_the_template_alone_says_what_ends_an_answer(
