@@ -153,7 +153,7 @@ def test_megatron_documents_of_several_sequences(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "dtype"),
     # the numbers of Megatron-LM's DType
-    [*enumerate("uint8 int8 int16 int32 int64 float64 float32 uint16".split(), 1)],
+    [*enumerate(["uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"], 1)],
 )
 def test_megatron_tokens_of_every_type(tmp_path: Path, code: int, dtype: str) -> None:
     np.array([5, 6, 1], dtype).tofile(tmp_path / "m.bin")

@@ -35,9 +35,7 @@ KEYS_OF_REASONING = frozenset(REASONING)
 _OF_DICT = frozenset(dir(dict))
 # The sandbox itself handles `format`.
 _OF_STR = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))
-_OF_LOOP = frozenset(
-    ["index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"]
-)
+_OF_LOOP = frozenset(name for name in dir(LoopContext) if name[0] != "_")
 # as Python writes objects that have no text of their own
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 # What jinja2 says of a method that changes a list or object. Some published templates keep lists,
