@@ -341,6 +341,10 @@ def test_progress_without_a_terminal(
             {"reward_desirable": None, "reward_undesirable": 0.5, "ppl": 2.0},
             "reward of undesirable answers 0.500",
         ),
+        (
+            {"reward_desirable": 0.25, "reward_undesirable": 0.5, "ppl": 2.0},
+            "reward of desirable answers 0.250",
+        ),
         ({"ppl": 2.0}, "ppl 2.0"),
         ({"loss": 2500.0, "ppl": None}, "ppl beyond any number"),  # ipo with a small beta
     ],
@@ -350,6 +354,19 @@ def test_evaluations_are_told(seen: dict[str, float | None], told: str) -> None:
     record = {"loss": 1.0} | seen
     line = show.training_line(TrainEvent(kind="step", step=1, steps=2, record=record))
     assert line.partition("  ")[2] == ("" if seen["ppl"] is None else told)
+
+
+def test_the_numbers_of_a_step_are_one_line() -> None:
+    record = {"loss": 1.0, "ppl": 2.7, "grad_norm": 0.5, "learning_rate": 1e-3, "mfu": 0.412}
+    record |= {"tokens_per_second": 123456.0, "data_wait": 0.031}
+    for more, quality, unit in (
+        ({}, "ppl 2.7", "tok"),
+        ({"accuracy": 0.5}, "accuracy 50.00%", "images"),
+    ):
+        event = TrainEvent(kind="step", step=1, steps=2, record=record | more)
+        assert show.training_line(event) == (
+            f"loss 1.0000  {quality}  grad 0.50  lr 1.00e-03  123,456 {unit}/s  MFU 41.2%  wait 3.1%"
+        )
 
 
 def test_nothing_of_progress_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import pickle
 import re
 import sys
 import unicodedata
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,27 @@ def test_access_that_is_denied_has_advice_of_its_own(error: OSError, fix: str, t
     ):
         raise error
     assert str(caught.value) == told
+
+
+def test_every_package_of_the_extra_is_named() -> None:
+    """Those of pyproject.toml, as they are imported, and jaxlib, which comes with jax."""
+    told = [
+        re.match(r"[\w-]+", one)
+        for one in metadata.requires("easypipe") or ()
+        if "'train'" in one.replace('"', "'")
+    ]
+    imported = {one[0].removesuffix("-checkpoint") for one in told if one} | {"jaxlib"}
+    assert imported == {*errors.TRAIN_EXTRA}
+    for name in sorted(imported):
+        with (
+            pytest.raises(
+                errors.MissingExtraError, match=rf"{name}: is not installed.*'easypipe\[train\]'"
+            ),
+            errors.naming_extra(),
+        ):
+            raise ModuleNotFoundError(name=f"{name}.inner")
+    with pytest.raises(ModuleNotFoundError), errors.naming_extra():
+        raise ModuleNotFoundError(name="torch")
 
 
 def test_a_sentence_ends_once() -> None:

@@ -7,13 +7,34 @@ import pytest
 from easypipe import ConfigError, PipelineConfig, TrainingConfig
 from easypipe.cli import main
 from easypipe.cli.keys import find
-from easypipe.core.foreign_names import OURS
+from easypipe.core.foreign_names import OURS, ours
 from easypipe.interop.foreign.tools import TOOLS
 from golden.compare import kept
 
 
 def test_every_name_of_ours_is_a_key() -> None:
     assert not [path for path in {*OURS.values()} if find(path) is None]
+
+
+def test_names_that_no_import_takes_have_ours_too() -> None:
+    """Options of tokenizers, of `datasets`, and of scripts and configs that come with trainers."""
+    lengths = "max_seq_len block_size context_length model_max_length"
+    named = {
+        "data.datasets.content_field": "text_column field_messages messages_column",
+        "data.datasets.num_rows": "max_train_samples",
+        "data.tokenize.num_workers": "num_proc",
+        "data.pack.seq_length": lengths,
+        "data.load.batch_size": "train_batch_size global_batch_size",
+        "eval": "test_split_size",
+        "data.load.accumulation_steps": "grad_accum",
+        "train.optimizer.warmup_steps": "num_warmup_steps",
+        "train.optimizer.clip_norm": "gradient_clipping",
+        "train.optimizer.final_fraction": "min_lr_ratio",
+    }
+    known = {name: path for path, names in named.items() for name in names.split()}
+    assert {*OURS} - {*known} <= {key for table in TOOLS.values() for key in table}
+    for name, path in known.items():
+        assert ours(name) == f"What other tools call {name!r} is {path} here."
 
 
 def test_refusals_say_our_name(capsys: pytest.CaptureFixture[str]) -> None:

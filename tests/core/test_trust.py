@@ -148,7 +148,7 @@ def test_own_headers_follow_no_redirect_to_another_origin() -> None:
         for path, there in (("/same", first), ("/other", other)):
             first.denied[path] = (302, {"Location": f"{there.url}/a.jsonl"})
         options = {
-            "headers": {"X-Api-Key": "sesame", "PRIVATE-TOKEN": "opens"},
+            "headers": {"X-Api-Key": "sesame", "PRIVATE-TOKEN": "opens", "User-Agent": "me"},
             "client_kwargs": {"cookies": {"session": "lets-in"}},
         }
         for path in ("/same", "/other"):
@@ -160,7 +160,8 @@ def test_own_headers_follow_no_redirect_to_another_origin() -> None:
         assert {headers.get("Cookie") for headers in first.headers} == {"session=lets-in"}
         assert other.headers
         assert not any({"X-Api-Key", "PRIVATE-TOKEN", "Cookie"} & {*got} for got in other.headers)
-        assert {"Range"} & {*other.headers[0]}
+        assert {"Range", "Accept", "Accept-Encoding"} <= {*other.headers[0]}
+        assert {headers.get("User-Agent") for headers in other.headers} == {"me"}
 
 
 def test_secret_headers_do_not_go_over_plain_http() -> None:
@@ -168,7 +169,8 @@ def test_secret_headers_do_not_go_over_plain_http() -> None:
         ConfigError, match=r"secrets are not sent to http://data\.corp over plain http"
     ):
         storage.filesystem("http://data.corp/a.jsonl", {"headers": {"X-Api-Key": "sesame"}})
-    storage.filesystem("http://data.corp/a.jsonl", {"headers": {"Accept": "text/plain"}})
+    for name in ("Accept", "Accept-Encoding", "Range", "User-Agent"):  # of every client
+        storage.filesystem("http://data.corp/a.jsonl", {"headers": {name: "a client's own"}})
 
 
 def test_the_flag_wants_a_url(capsys: pytest.CaptureFixture[str]) -> None:
