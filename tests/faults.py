@@ -1176,6 +1176,16 @@ FAULTS = [
           '"orbax", "jaxtyping",', '"orbax",'),
     fault("nobody knows num_proc", "core/foreign_names.py", "tests/core/test_foreign_names.py -k no_import_takes",
           "preprocessing_num_workers num_proc", "preprocessing_num_workers"),
+    fault("a column of verdicts beside a prompt has no effect", "stages/source/config.py", "tests/transforms/test_prompts.py -k stands_alone",
+          '    "desirable_field",\n    "train_on",', '    "train_on",'),
+    fault("a template's variables have no effect on text", "stages/source/config.py", "tests/transforms/test_prompts.py -k refused_on_text",
+          '    "chat_template_kwargs",\n    "train_empty', '    "train_empty'),
+    fault("openai is no format of messages", "transforms/prompt/config.py", "tests/transforms/test_prompts.py -k one_format",
+          'CHAT_FORMATS = ("chat", "openai",', 'CHAT_FORMATS = ("chat",'),
+    fault("a cache on a system that is read-only is told as unsafe", "core/locks.py", "tests/stages/test_cache_admin.py -k still_read",
+          "errno.EPERM, errno.EROFS)", "errno.EPERM)"),
+    fault("hexadecimal numbers of YAML are texts", "core/safe_yaml.py", "tests/core/test_config.py -k of_yaml_are_numbers",
+          "|0b[01_]+|0x[0-9a-fA-F_]+)", "|0b[01_]+)"),
 ]
 # fmt: on
 

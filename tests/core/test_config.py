@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -227,6 +228,23 @@ def test_yaml_numbers_and_duplicates(tmp_path: Any) -> None:
     path.write_bytes(b"lr: \xff")
     with pytest.raises(ConfigError, match=r"not UTF-8 at byte 4\. Write the file anew"):
         load_yaml(path)
+
+
+def test_which_texts_of_yaml_are_numbers() -> None:
+    """Those of YAML 1.2's core schema, `_` between digits and `0b`; not sixties nor octals of 1.1."""
+    numbers = {
+        **{"0": 0, "-7": -7, "+12": 12, "1_000": 1000, "0b101": 5, "0x1F": 31, "1e-4": 1e-4},
+        **{"1E3": 1e3, "2.5e+3": 2.5e3, "1.": 1.0, "-1.5": -1.5, ".5": 0.5, "+.5e2": 50.0},
+        **dict.fromkeys((".inf", ".Inf", "+.INF"), math.inf),
+        "-.inf": -math.inf,
+    }
+    for text, number in numbers.items():
+        [found] = parse_yaml(f"a: {text}\n", at="x.yaml").values()
+        assert (found, type(found)) == (number, type(number)), text
+    for text in (".nan", ".NaN", ".NAN"):
+        assert math.isnan(parse_yaml(f"a: {text}\n", at="x.yaml")["a"])
+    for text in ("1:30", "010", "1e", "0x", "1.5.2", ".", "1e5x", "e5"):
+        assert parse_yaml(f"a: {text}\n", at="x.yaml")["a"] == text
 
 
 def test_overrides() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -310,9 +311,14 @@ def test_a_lock_on_a_file_that_was_removed_before_it_was_locked_is_none(
         assert locks.try_hold(path, exclusive=True) is None
 
 
+@pytest.mark.parametrize("reason", ["EACCES", "EPERM", "EROFS", "ENOSPC"])
 def test_a_cache_that_cannot_be_written_is_still_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Where it is read-only, nobody clears it either; a full disk is told."""
     path = put(tmp_path, "a")
     for lock in (tmp_path / locks.FOLDER).iterdir():
         lock.unlink()
@@ -320,11 +326,12 @@ def test_a_cache_that_cannot_be_written_is_still_read(
 
     def read_only(name: object, flags: int, *rest: int) -> int:
         if flags & os.O_CREAT:
-            raise PermissionError(13, "Permission denied")
+            raise OSError(getattr(errno, reason), "told")
         return opened(name, flags, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(locks.os, "open", read_only)
     assert TokenCache(path).num_docs == 40
+    assert ("will not know that it is read" in caplog.text) == (reason == "ENOSPC")
 
 
 def test_a_cache_in_a_bucket_is_listed_and_cleared(

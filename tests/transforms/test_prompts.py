@@ -220,6 +220,13 @@ def test_alpaca_has_a_prompt_with_input_and_one_without() -> None:
     assert shown({"task": "Say yes", "solution": "Yes"}, **renamed) == without
 
 
+def test_openai_and_chat_are_one_format() -> None:
+    row = {"messages": talk("1?", "A1")}
+    assert shown(row, format_type="openai") == shown(row, format_type="chat")
+    openai = PromptConfig(format_type="openai", roles_to_train=("user",))
+    assert (openai.inputs, openai.label) == (("messages",), None)
+
+
 def test_sharegpt_is_openai_in_other_words() -> None:
     turns = [
         {"from": "system", "value": "Be brief."},
@@ -765,16 +772,48 @@ def test_the_prompt_of_document_000_loads_as_printed(tmp_path: Path) -> None:
     )
 
 
+TALK_OPTIONS: dict[str, Any] = {  # options of a dataset that are for conversations alone
+    "message_fields": {"content": "body"},
+    "chat_template": "chatml",
+    "template_date": "2026-01-01",
+    "chat_template_kwargs": {"thinking": True},
+    "train_empty_thinking": True,
+    "tools_field": "instruction",
+}
+
+
+@pytest.mark.parametrize("name", TALK_OPTIONS)
+def test_options_of_conversations_are_refused_on_text(name: str, tmp_path: Path) -> None:
+    def prepared(**options: Any) -> None:
+        rows = [row | {"n": 1} for row in ROWS]
+        own = {"name": "d", "data_files": rows, "tokenizer": chat_tokenizer(), **options}
+        values = {"datasets": [own | {name: TALK_OPTIONS[name]}], "cache_dir": tmp_path, "seed": 1}
+        Pipeline.from_config(PipelineConfig(**values)).source().tokenize().get_data()
+
+    with pytest.raises(
+        ConfigError, match=f"{name}: has no effect on column 'n', which holds int64"
+    ):
+        prepared(content_field="n")
+    with pytest.raises(ConfigError, match=f"{name}: has no effect on prompts and completions"):
+        prepared(prompt_field="instruction", completion_field="output")
+
+
 def test_prompt_stands_alone_in_a_dataset_and_the_engine_says_what_a_row_lacks(
     tmp_path: Path,
 ) -> None:
+    answers = ("prompt_field", "completion_field", "rejected_field", "desirable_field")
     for other in (
         {"content_field": "messages"},
-        {"train_on": "all"},
+        *({name: "a"} for name in answers),
         {"prompt_field": "a", "completion_field": "b"},
+        *({"train_on": "all"}, {"train_on_eos": "last"}),
+        *({name: value} for name, value in TALK_OPTIONS.items()),
     ):
-        with pytest.raises(ConfigError, match="has no effect beside prompt"):
+        with pytest.raises(ConfigError) as caught:
             DatasetConfig(data_files="x.jsonl", prompt=PromptConfig(), **other)  # type: ignore[arg-type]
+        assert str(caught.value) == (
+            f"{next(iter(other))}: has no effect beside prompt. Say it in prompt, or leave prompt out."
+        )
     with pytest.raises(ConfigError, match=r"datasets\[0\].prompt.template: it has a field"):
         tokenized(
             tmp_path, ROWS, PromptConfig(**CUSTOM | {"template": "{instruction}{input}{outputs}"})

@@ -60,6 +60,7 @@ PROMPT_OPTIONS = (
     "prompt_field",
     "completion_field",
     "rejected_field",
+    "desirable_field",
     "train_on",
     "train_on_eos",
     *TALK_OPTIONS,
