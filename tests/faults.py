@@ -1186,6 +1186,18 @@ FAULTS = [
           "errno.EPERM, errno.EROFS)", "errno.EPERM)"),
     fault("hexadecimal numbers of YAML are texts", "core/safe_yaml.py", "tests/core/test_config.py -k of_yaml_are_numbers",
           "|0b[01_]+|0x[0-9a-fA-F_]+)", "|0b[01_]+)"),
+    fault("a declared token takes no spaces with it", "transforms/tokenizer/files.py", "tests/transforms/test_tokenizer.py -k flags_of",
+          '("single_word", "lstrip", "rstrip", "normalized")', '("single_word", "rstrip", "normalized")'),
+    fault("<eos> ends no document", "transforms/tokenizer/tokenizer.py", "tests/transforms/test_tokenizer.py -k taken_for_eos",
+          '"<|end_of_text|>", "<eos>")', '"<|end_of_text|>")'),
+    fault("a sentence in Chinese quotation marks goes on", "transforms/tokenizer/lengths.py", "tests/transforms/test_lengths.py -k every_script",
+          "[”’）」』]*", "[”’）』]*"),
+    fault("a clause ends at no Arabic semicolon", "transforms/tokenizer/lengths.py", "tests/transforms/test_lengths.py -k every_script",
+          "[,;:–—،؛]", "[,;:–—،]"),
+    fault("rows that are too long are told to be corrected", "transforms/refused.py", "tests/transforms/test_lengths.py -k makes_a_bad_row",
+          '    TOO_LONG: "Raise max_length, or choose another length.policy",\n', ""),
+    fault("rows beyond the limits are told to be corrected", "transforms/refused.py", "tests/stages/test_prompt_rows.py -k takes_too_long_is",
+          'BEYOND_LIMITS: "Leave such rows out, cut', 'EMPTY: "Leave such rows out, cut'),
 ]
 # fmt: on
 

@@ -234,7 +234,11 @@ def test_a_row_at_which_the_tokenizer_panics_leaves_the_others_as_they_are(
     good = [{"prompt": f"{n} ", "completion": f"{n} 1 2", "rejected": f"{n} 3"} for n in range(9)]
     bad = {"prompt": "1 ", "completion": "a" * 40 + "b", "rejected": "2"}
     mixed = [*good[:4], bad, *good[4:]]
-    with pytest.raises(SourceError, match=r"row 4.*: refused_by_tokenizer: .*cannot be encoded"):
+    with pytest.raises(
+        SourceError,
+        match=r"row 4.*: refused_by_tokenizer: .*cannot be encoded.*Leave such rows out, or give a "
+        r"tokenizer that takes them, or set on_error",
+    ):
         tokens(mixed, "error")
     kept, counts = tokens(mixed, "skip", "skip")
     assert counts == {"written": 9, "refused_by_tokenizer": 1}

@@ -255,7 +255,8 @@ def test_error_makes_a_bad_row_and_drop_counts_it(tmp_path: Path) -> None:
     rows = [{"text": "One fox."}, {"text": SENTENCES * 3}]
     with pytest.raises(
         SourceError,
-        match=r"row 1, column 'text': too_long: \d+ tokens, and max_length is 20.*on_error",
+        match=r"row 1, column 'text': too_long: \d+ tokens, and max_length is 20\. "
+        r"Raise max_length, or choose another length\.policy, or set on_error",
     ):
         tokenized(tmp_path, rows, LengthPolicy(policy="error"), 20).materialize()
     dropped = tokenized(tmp_path, rows, LengthPolicy(policy="drop"), 20).materialize()
@@ -270,13 +271,30 @@ def test_error_makes_a_bad_row_and_drop_counts_it(tmp_path: Path) -> None:
         ).encode(rows[1])
 
 
-@pytest.mark.parametrize("end", [*".!?؟۔।॥։።။។", ".)", "?»", "।”"])
-def test_sentences_end_in_every_script(tmp_path: Path, end: str) -> None:
-    rows = [{"text": f"नमस्ते दुनिया{end} مرحبا بالعالم"}]
-    policy = LengthPolicy(policy="keep_start", boundary="sentence")
-    limit = len(f"नमस्ते दुनिया{end} مرحبا".encode())
+SENTENCE_ENDS = [*".!?؟۔।॥։።။។", *(f".{one}" for one in "\"'”’)]»"), "?»", "।”"]
+WIDE_ENDS = [*"。！？", *(f"。{one}" for one in "”’）」』")]
+
+
+@pytest.mark.parametrize(
+    ("boundary", "end", "gap"),
+    [
+        *(("sentence", end, " ") for end in SENTENCE_ENDS),
+        *(("sentence", end, "") for end in WIDE_ENDS),
+        ("sentence", "\n", ""),
+        *(("clause", end, " ") for end in ",;:–—،؛"),
+        *(("clause", end, "") for end in "，；：、"),
+    ],
+)
+def test_sentences_and_clauses_end_in_every_script(
+    tmp_path: Path, boundary: Any, end: str, gap: str
+) -> None:
+    """A cut behind the last word that fits would be one word later."""
+    start, more = f"नमस्ते दुनिया{end}", f"{gap}مرحبا"
+    policy = LengthPolicy(policy="keep_start", boundary=boundary)
+    limit = len(f"{start}{more} ".encode())
+    rows = [{"text": f"{start}{more} بالعالم"}]
     ((ids, _),) = documents(tokenized(tmp_path, rows, policy, limit))[0]
-    assert text(ids).rstrip() == f"नमस्ते दुनिया{end}"
+    assert text(ids).rstrip() == start.rstrip()
 
 
 @pytest.mark.parametrize(

@@ -522,7 +522,8 @@ def test_answers_that_are_marked_as_bad_are_not_trained(tmp_path: Path, column: 
         for good in (True, None, 0, "no"):  # a class is not a verdict
             assert shown({**row, column: good}, format_type=form) == shown(row, format_type=form)
         with pytest.raises(
-            SourceError, match=f"rejected_answer: column {column!r} is false.*Leave such rows out"
+            SourceError,
+            match=f"rejected_answer: column {column!r} is false.*Leave such rows out, for example with a filter on that column, or",
         ):
             shown({**row, column: False}, format_type=form)
         folder = tmp_path / form

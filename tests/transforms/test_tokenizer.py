@@ -151,6 +151,13 @@ def test_special_tokens_on_both_sides_are_counted(tmp_path: Path) -> None:
     assert encoded.added.sum() == np.count_nonzero(encoded.ids == pad) == 6
 
 
+@pytest.mark.parametrize("name", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<end>"])
+def test_names_that_are_taken_for_eos(name: str, tmp_path: Path) -> None:
+    definition = (small_tokenizer_folder() / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(definition.replace("<|endoftext|>", name))
+    assert load_tokenizer(str(tmp_path)).eos_token_id == (None if name == "<end>" else 0)
+
+
 @pytest.mark.shared
 def test_eos_is_taken_from_an_unmistakable_name_with_a_warning(
     shared_data: Path, caplog: pytest.LogCaptureFixture
@@ -850,6 +857,23 @@ def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path, named: str) 
         word
     )
     assert tokenizer.vocab_size == 500
+
+
+@pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip", "normalized"])
+def test_flags_of_a_declared_token_are_kept(tmp_path: Path, flag: str) -> None:
+    definition = json.loads((small_tokenizer_folder() / "tokenizer.json").read_text())
+    definition["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    text, found = "a <x> b<x>c<X> d", dict[bool, list[int]]()
+    for on in (False, True):
+        token = {"content": "<X>" if flag == "normalized" else "<x>", "special": True, flag: on}
+        options = {"added_tokens_decoder": {"500": token}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+        reference = tokenizers.Tokenizer.from_str(json.dumps(definition))
+        reference.add_special_tokens([tokenizers.AddedToken(**token)])
+        found[on] = load_tokenizer(str(tmp_path)).reference_encode(text)
+        assert found[on] == reference.encode(text, add_special_tokens=False).ids
+    assert found[False] != found[True]
 
 
 @pytest.mark.shared
