@@ -30,8 +30,8 @@ HERE = Path(__file__).resolve().parents[1] / "src"
 # slots of a row, pack strategy, rows that are permuted, batches of a turn
 CASES = {
     "long rows": (2048, "first_fit", None, 20_000),
-    "short rows": (128, "stream", None, 20_000),
-    "short rows, permuted": (128, "stream", 100_000, 20_000),
+    "short rows": (128, "concat", None, 20_000),
+    "short rows, permuted": (128, "concat", 100_000, 20_000),
 }
 
 

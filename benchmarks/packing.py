@@ -38,7 +38,7 @@ from _common import (
     tokenizer_folder,
 )
 
-STRATEGIES = ("first_fit", "pool", "greedy", "stream")
+STRATEGIES = ("first_fit", "pool", "greedy", "concat")
 BATCH = 64
 CORE_BATCH = 8
 GRAIN_BINS = 64

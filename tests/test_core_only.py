@@ -92,7 +92,7 @@ def test_commands_on_data_work_and_others_name_the_extra(project: Path) -> None:
         ["preview", "run.yaml"],
         ["masks", "chatml"],
         ["explain", "run.yaml", "--step", "0"],
-        ["verify", "saved"],
+        ["verify", "again"],
         ["discover", "data.jsonl"],
         ["cache", "list"],
         ["config", "train.steps"],
