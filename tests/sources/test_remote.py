@@ -28,7 +28,7 @@ import pytest
 from fsspec.registry import known_implementations
 
 import pipelines
-from easypipe import DatasetConfig, Pipeline, PipelineConfig
+from easypipe import DatasetConfig, Pipeline, PipelineConfig, load_saved
 from easypipe.core import remote, storage
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
@@ -364,10 +364,32 @@ def test_what_was_fetched_is_not_asked_for_again(
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize(("streaming", "least"), [(True, 4), (False, 3)])
+def test_rows_of_a_saved_folder_are_fetched_ahead_too(web: WebServer, tmp_path: Path) -> None:
+    rows = [{"text": text} for text in pipelines.texts(500)]
+    config = PipelineConfig(
+        datasets=[
+            DatasetConfig(name="text", data_files=pipelines.jsonl(tmp_path / "x.jsonl", rows))
+        ],
+        cache_dir=tmp_path / "cache",
+        save={"output_dir": tmp_path / "out", "format": "jsonl", "num_shards": 1},
+    )
+    Pipeline.from_config(config).source().save().build()
+    for path in (tmp_path / "out").iterdir():
+        web.files[f"/out/{path.name}"] = path.read_bytes()
+    saved = load_saved(f"{web.url}/out")
+    assert saved.info.waits
+    expected, asked = saved.read(0, 0, 500), len(web.seen)
+    with saved.fetched(0, 0, 500):
+        assert saved.read(0, 0, 500).equals(expected)
+        assert len(web.seen) == asked + 1
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(("streaming", "least", "last"), [(True, 4, 64), (False, 3, 8)])
 def test_one_reader_has_several_requests_under_way(
-    web: WebServer, tmp_path: Path, streaming: bool, least: int
+    web: WebServer, tmp_path: Path, streaming: bool, least: int, last: int
 ) -> None:
+    """last: how many requests are for rows, behind those for the index."""
     web.late_s = 0.05
     for i in range(8):
         web.files[f"/{i}.jsonl"] = LINES
@@ -381,9 +403,9 @@ def test_one_reader_has_several_requests_under_way(
         pack={"seq_length": 64},
         load={"batch_size": 4},
     )
-    pipeline = Pipeline.from_config(config).source().tokenize().pack().load()
-    assert len([*pipeline.build()]) > 100
-    assert max(web.beside[-8:]) >= least  # of those that are not for the index
+    pipeline = Pipeline.from_config(config).source().transform(FilterNonEmpty("text"))
+    assert len([*pipeline.tokenize().pack().load().build()]) > 100
+    assert max(web.beside[-last:]) >= least
 
 
 # Secrets

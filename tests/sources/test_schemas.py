@@ -5,16 +5,19 @@ compared.
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
 from easypipe.core.errors import SourceError
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.open import open_files
 from easypipe.sources.schemas import plain_type
 from laws import assert_stateless_reads
@@ -187,3 +190,28 @@ def test_columns_that_some_files_lack(tmp_path: Path) -> None:
     source = open_files(tmp_path, columns=["a"])
     assert_stateless_reads(source, [1])
     assert source.read(1, 0, 2).to_pylist() == [{"a": None}, {"a": None}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("on_error", ["error", "skip"])
+def test_a_column_with_the_name_of_row_numbers_is_left_out(
+    tmp_path: Path, name: str, on_error: Any
+) -> None:
+    table = pa.table({"text": ["x", "y"], ROW_NUMBER: [5, 6]})
+    path = tmp_path / name
+    if name == "a.jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    elif name == "a.csv":
+        pyarrow.csv.write_csv(table, path)
+    elif name == "a.parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    source = open_files(path, on_error=on_error)
+    assert_stateless_reads(source)
+    rows = source.read(0, 0, 2)
+    assert rows.column("text").to_pylist() == ["x", "y"]
+    assert rows.schema.names in (["text"], ["text", ROW_NUMBER])
+    if ROW_NUMBER in rows.schema.names:
+        assert rows.column(ROW_NUMBER).to_pylist() == [0, 1]

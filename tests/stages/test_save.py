@@ -399,6 +399,24 @@ def test_more_shards_than_rows(tmp_path: Path) -> None:
 
 
 @functools.cache
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl"])
+def test_rows_of_text_files_are_saved_without_their_numbers(tmp_path: Path, kind: str) -> None:
+    """Which only sources of files have; whoever reads the saved rows counts them anew."""
+    jsonl(tmp_path / "x.jsonl", [{"text": text, "n": 7} for text in texts(30)])
+    with open(tmp_path / "x.jsonl", "a", encoding="utf-8") as file:
+        file.write("\nno JSON\n" + json.dumps({"text": "the last", "n": 8}) + "\n")
+    data = DatasetConfig(name="x", data_files=tmp_path / "x.jsonl", on_error="skip")
+    save = SaveStageConfig(output_dir=tmp_path / "out", format=kind)
+    Pipeline(config(tmp_path, datasets=[data])).source().save(save).build()
+    saved = load_saved(tmp_path / "out")
+    laws.assert_stateless_reads(saved)
+    rows = saved.read(0, 0, 31).select(["text", "n"]).to_pylist()
+    assert [row["text"] for row in rows] == [*texts(30), "the last"]
+    assert "__row_number__" not in saved.manifest.schema.names
+    again = config(tmp_path, datasets=[DatasetConfig(name="x", data_files=tmp_path / "out")])
+    assert len([*Pipeline(again).source().tokenize().load({"batch_size": 1}).build()]) == 31
+
+
 def prose(letters: int = 1_200_000) -> dict[str, list[str]]:
     """Real text, so that neighbouring shards compress by different ratios."""
     files = sorted(Path(inspect.getfile(inspect)).parent.glob("*.py"))

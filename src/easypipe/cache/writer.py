@@ -299,7 +299,7 @@ class _Work(Generic[R]):
         self._folder, self._encoder = writer.folder, writer.encoder
         self._workers = writer.num_workers or cores()
         self._at_work = threading.Semaphore(self._workers)
-        self._waits = info_of(writer.source).waits
+        self._waits = info_of(innermost(writer.source)).waits
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._done = Counter[str]()
         self._encoders: set[str] = set()

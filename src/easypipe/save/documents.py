@@ -1,4 +1,4 @@
-"""CachedDocuments: documents of a token cache as rows to save, with columns of their source."""
+"""What is saved: documents of a token cache with columns of their source, rows without numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import pyarrow as pa
 from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.protocols import Shard, ShardedSource, Source, scan
-from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER, row_numbers
+from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, scan
+from easypipe.core.schema import (
+    INPUT_IDS,
+    LOSS_MASK,
+    ROW_NUMBER,
+    data_columns,
+    row_numbers,
+    without_row_numbers,
+)
 
 
 class CachedDocuments(Source):
@@ -75,3 +82,19 @@ class CachedDocuments(Source):
             )
         at = pa.array(np.searchsorted(found, numbers))
         return [rows.column(name).take(at) for name in self._columns]
+
+
+class UnnumberedRows(Source):
+    """The rows of a source without their numbers: whoever reads a saved folder counts its rows."""
+
+    def __init__(self, source: ShardedSource) -> None:
+        self._source, self.schema = source, without_row_numbers(source.schema)
+        self.shards, self.fingerprint = source.shards, source.fingerprint
+
+    @property
+    def below(self) -> ShardedSource:
+        return self._source
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
+        batch, rejects = scan(self._source, shard, start, stop)
+        return Scan(batch.select(data_columns(batch.schema)), rejects)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, NotRequired
@@ -30,9 +31,17 @@ from easypipe.core.protocols import (
     SourceInfo,
     TokenInfo,
     Turns,
+    fetched,
+    info_of,
 )
 from easypipe.core.remote import StorageOptions
-from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS, schema_of_text, schema_text
+from easypipe.core.schema import (
+    INPUT_IDS,
+    SEGMENT_IDS,
+    schema_of_text,
+    schema_text,
+    without_row_numbers,
+)
 from easypipe.core.values import JsonObject
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import format_of
@@ -256,7 +265,7 @@ class SavedSource(Source):
         self.folder = str(folder)
         self.manifest = read_manifest(folder, storage_options)
         self.tokens = self.manifest.tokens
-        self.schema = self.manifest.schema
+        self.schema = without_row_numbers(self.manifest.schema)  # earlier versions saved them
         self.fingerprint = self.manifest.fingerprint
         for shard in self.manifest.shards:
             _check_size(join(folder, shard.name), shard.num_bytes, storage_options)
@@ -271,6 +280,7 @@ class SavedSource(Source):
             num_tokens=self.manifest.num_tokens,
             turns=self.manifest.turns,
             aligned=self.manifest.aligned,
+            waits=info_of(self._files).waits,
         )
 
     @property
@@ -297,6 +307,9 @@ class SavedSource(Source):
 
     def shard_identity(self, shard: int) -> str:
         return self.manifest.shards[shard].checksum
+
+    def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
+        return fetched(self._files, shard, start, stop)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         batch = self._files.read(shard, start, stop)

@@ -31,7 +31,7 @@ from easypipe.core.errors import (
 )
 from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo, bad_of, by_row
 from easypipe.core.remote import StorageOptions
-from easypipe.core.schema import ROW_NUMBER, with_row_numbers
+from easypipe.core.schema import ROW_NUMBER, with_row_numbers, without_row_numbers
 from easypipe.core.text import not_utf8
 from easypipe.core.threads import each
 from easypipe.core.values import Int64
@@ -344,7 +344,7 @@ class FileSource(Source):
         most = 16 if self.files[0].remote else (os.cpu_count() or 1)
         surveys = each(one, self.files, most, "index")
         found = [
-            _with_partitions(file, survey.schema)
+            without_row_numbers(_with_partitions(file, survey.schema))
             for file, survey in zip(self.files, surveys, strict=True)
         ]
         wanted = [

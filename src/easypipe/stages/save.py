@@ -18,8 +18,9 @@ from easypipe.core.protocols import (
     info_of,
 )
 from easypipe.core.publication import Publication, Pushed
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.save.config import SaveStageConfig
-from easypipe.save.documents import CachedDocuments
+from easypipe.save.documents import CachedDocuments, UnnumberedRows
 from easypipe.save.publish import publication
 from easypipe.save.saved import join
 from easypipe.save.shard_writer import check_json
@@ -163,6 +164,8 @@ def rows_of(target: Target, context: PipelineContext) -> Rows:
     if is_documents(source):
         below = source.below if isinstance(source, Source) else None
         rows = CachedDocuments(source.materialize(), below or source, info.extra_columns)
+    elif ROW_NUMBER in source.schema.names:
+        rows = UnnumberedRows(source)
     fingerprint = rows.fingerprint if planned is None else planned.prepare().content()
     turns = trained_turns(target.source)
     own = datasets_of(context).get(target.dataset)
