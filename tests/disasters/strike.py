@@ -83,7 +83,8 @@ def counted(found: Sequence[Found], trial: Trial) -> dict[str, Any]:
     how the job ended, and what was wrong afterwards.
     """
     listed = {*trial.groups}
-    own = [one for one in found if one.job == trial.job and one.group in listed]
+    mine = (one for one in found if one.job == trial.job and one.number <= len(trial.groups))
+    own = [one for one in mine if one.group in listed]
     calls = Counter("write" if call in WRITES else call for call, _ in trial.operations)
     return {
         "operations": len(trial.operations),
