@@ -1198,6 +1198,22 @@ FAULTS = [
           '    TOO_LONG: "Raise max_length, or choose another length.policy",\n', ""),
     fault("rows beyond the limits are told to be corrected", "transforms/refused.py", "tests/stages/test_prompt_rows.py -k takes_too_long_is",
           'BEYOND_LIMITS: "Leave such rows out, cut', 'EMPTY: "Leave such rows out, cut'),
+    fault("a template's own variable may be set", "transforms/chat/sandbox.py", "tests/transforms/test_trl_shapes.py -k no_template_is_given",
+          '"add_generation_prompt", "continue_final_message")', '"add_generation_prompt")'),
+    fault("reasoning of the third name is not given", "transforms/chat/sandbox.py", "tests/transforms/test_spans.py -k every_name",
+          '("reasoning_content", "thinking", "reasoning")', '("reasoning_content", "thinking")'),
+    fault("a build record without reasons is whole", "stages/build_record.py", "tests/stages/test_build_record.py",
+          '("config", "stages", "folder", "unknown")', '("config", "stages", "folder")'),
+    fault("packed rows cannot be made again", "stages/build_record.py", "tests/stages/test_build_record.py",
+          '("tokenize", "mix", "pack", "save")', '("tokenize", "mix", "save")'),
+    fault("JSON holds no fractions", "save/shard_writer.py", "tests/stages/test_save.py -k every_value_of_json",
+          "    pa.types.is_floating,\n", ""),
+    fault("JSON holds no dictionaries of Arrow", "save/shard_writer.py", "tests/stages/test_save.py -k every_value_of_json",
+          "(is_list, pa.types.is_dictionary)", "(is_list,)"),
+    fault("long lists take no more room than short ones", "save/sizes.py", "tests/stages/test_save.py -k by_the_length",
+          "(pa.types.is_list, pa.types.is_large_list)", "(pa.types.is_list,)"),
+    fault("gzip has the name of zstd", "save/config.py", "tests/stages/test_save.py -k read_back_as",
+          '"gzip": ".jsonl.gz", "zstd": ".jsonl.zst"', '"gzip": ".jsonl.zst", "zstd": ".jsonl.zst"'),
 ]
 # fmt: on
 

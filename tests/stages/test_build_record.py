@@ -80,13 +80,22 @@ def test_a_folder_that_relative_paths_started_from_is_gone(tmp_path: Path) -> No
         recall("made", folder)
     (tmp_path / "gone").mkdir()
     assert recall("made", folder) == kept
+    for key in kept:
+        less = {name: value for name, value in kept.items() if name != key}
+        remember_checked(folder.at(CONFIGS, f"{key}.json"), less)
+        with pytest.raises(ConfigError, match="what made this is unknown"):
+            recall(key, folder)
 
 
 def test_a_saved_folder_is_known_by_the_stages_before_it(tmp_path: Path) -> None:
     """So that one of the user's own behind it does not keep it from being repaired."""
     rows = jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
     dataset = DatasetConfig(name="d", data_files=str(rows))
-    chain = Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize()
-    chain.save({"output_dir": str(tmp_path / "out")}).add_stage(Own()).write()
-    made = recall_saved(str(tmp_path / "out"), CacheFolder(tmp_path / "cache"))
-    assert [stage for stage, _ in made["stages"]] == ["tokenize", "save"]
+    for more in ((), ("mix", "pack")):
+        chain = Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize()
+        if more:
+            chain = chain.mix({"stop_strategy": "all_exhausted"}).pack({"seq_length": 4})
+        out = str(tmp_path / f"out{len(more)}")
+        chain.save({"output_dir": out}).add_stage(Own()).write()
+        made = recall_saved(out, CacheFolder(tmp_path / "cache"))
+        assert [stage for stage, _ in made["stages"]] == ["tokenize", *more, "save"]

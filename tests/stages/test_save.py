@@ -104,7 +104,8 @@ def test_packed_rows_read_back_as_they_were(tmp_path: Path, kind: str, codec: st
         if path.name not in (MANIFEST, CARD, YAML)
     )
     assert len(files) == 3
-    assert all(name.endswith(f"-of-00003{CODECS[kind][codec]}") for name in files)
+    packed_text = {"gzip": ".gz", "zstd": ".zst"} if kind == "jsonl" else {}
+    assert all(name.endswith(f"-of-00003.{kind}{packed_text.get(codec, '')}") for name in files)
 
 
 @pytest.mark.parametrize("kind", list(CODECS))
@@ -1129,3 +1130,43 @@ def test_the_same_rows_are_the_same_bytes_whenever_they_are_written(
             write(batch)
         written.append(sink.getvalue().to_pybytes())
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        *((3, kind) for kind in (pa.int8(), pa.uint64())),
+        (1.5, pa.float32()),
+        (True, pa.bool_()),
+        (None, pa.null()),
+        ({"a": [1]}, pa.struct([("a", pa.list_(pa.int64()))])),
+        *(("é", kind) for kind in (pa.string(), pa.large_string())),
+        ("é", pa.dictionary(pa.int8(), pa.string())),
+        *(([3], kind(pa.int64())) for kind in (pa.list_, pa.large_list)),
+    ],
+    ids=str,
+)
+def test_every_value_of_json_is_written(value: object, kind: pa.DataType) -> None:
+    batch = pa.record_batch({"x": pa.array([value, None], kind)})
+    sink = pa.BufferOutputStream()
+    with open_writer(sink, "jsonl", "none", batch.schema) as write:
+        write(batch)
+    lines = sink.getvalue().to_pybytes().splitlines()
+    assert [json.loads(line) for line in lines] == [{"x": value}, {"x": None}]
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [
+        (([1], [2] * 9, None), (pa.list_(pa.int64()), pa.large_list(pa.int64()))),
+        (("a", "b" * 9, None), (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())),
+        ((1, 9, None), (pa.int64(),)),
+    ],
+)
+def test_rows_take_bytes_by_the_length_of_their_values(
+    values: tuple[object, ...], kinds: tuple[pa.DataType, ...]
+) -> None:
+    for kind in kinds:
+        batch = pa.record_batch({"x": pa.array(values, kind)})
+        weights = np.array([1, 1, 1] if kind == pa.int64() else [2, 10, 1])
+        assert sizes.row_bytes(batch) == pytest.approx(batch.nbytes * weights / weights.sum())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chat_support import CHATML, MARKED, REASONING, SHARED, needs_shared
 from easypipe.transforms.chat import aligned
 from easypipe.transforms.chat.render import ChatTemplate, Refused
-from easypipe.transforms.chat.sandbox import Template
+from easypipe.transforms.chat.sandbox import Template, as_given
 from easypipe.transforms.chat.spans import Rendered, Spans, UnprovenError
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer.masked import TRAINED_END
@@ -272,3 +272,12 @@ def test_turns_that_would_overlap_are_refused(monkeypatch):
     ]
     with pytest.raises(UnprovenError, match="trained turns overlap"):
         Spans(Template(CHATML, NAMES), CLOSERS).find(messages, None, "assistant")
+
+
+def test_reasoning_is_read_by_every_name() -> None:
+    """Templates ask for `reasoning_content` or `thinking`; data name it in a third way too."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    for i, name in enumerate(names):
+        message = {"role": "assistant", "content": "A", **{later: later for later in names[i:]}}
+        [given] = as_given([message])
+        assert given == {"thinking": name, **message, "reasoning_content": name}

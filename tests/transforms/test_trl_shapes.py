@@ -219,8 +219,10 @@ def test_chat_template_kwargs_of_rows_and_of_datasets(tmp_path: Path) -> None:
 
 
 def test_kwargs_that_no_template_is_given_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.tools: is not a variable"):
-        PromptConfig(chat_template_kwargs={"tools": []})
+    own = ("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
+    for name in (*own, "no-name", "1st"):
+        with pytest.raises(ConfigError, match=rf"chat_template_kwargs\.{name}: is not a variable"):
+            PromptConfig(chat_template_kwargs={name: []})
     with pytest.raises(
         ConfigError, match=r"chat_template_kwargs\.f: .* nothing that JSON can hold"
     ):
