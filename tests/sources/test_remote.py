@@ -34,6 +34,7 @@ from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
 from easypipe.core.protocols import ShardedSource, fetched
 from easypipe.sources import files as sources_files
+from easypipe.sources.formats import streams
 from easypipe.sources.formats.forward import open_forward
 from easypipe.sources.open import open_files
 from easypipe.sources.splits import PartialSource, parse_split
@@ -72,8 +73,9 @@ FILES = {
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file is small enough to be read whole."""
+    """No file is small enough to be read whole, and nothing is kept."""
     monkeypatch.setattr(sources_files, "SMALL_BYTES", 0)
+    monkeypatch.setattr(streams, "KEPT_BLOCKS", 0)
 
 
 @pytest.fixture
@@ -363,6 +365,23 @@ def test_what_was_fetched_is_not_asked_for_again(
     assert len(web.seen) == asked + 2
 
 
+@pytest.mark.parametrize(("blocks", "asked_again"), [(128, 0), (2, 2)])
+def test_what_the_index_read_is_kept_for_the_rows(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, blocks: int, asked_again: int
+) -> None:
+    """Of a file of four blocks two are kept, so that its first rows are asked for again."""
+    monkeypatch.setattr(sources_files, "SMALL_BYTES", 0)
+    monkeypatch.setattr(streams, "KEPT_BLOCKS", blocks)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", -(-len(LINES) // 4))
+    source = open_files(f"{web.url}/data/c.jsonl")
+    cuts = [0, 1024, 2048, 3000]  # as token caches are cut, where the index has entries
+    assert source.shards[0].num_rows == 3000
+    asked = len(web.seen)
+    rows = [source.read(0, a, b).column("text").to_pylist() for a, b in itertools.pairwise(cuts)]
+    assert [text for piece in rows for text in piece] == [f"row {i}" for i in range(3000)]
+    assert len(web.seen) == asked + asked_again
+
+
 @pytest.mark.usefixtures("large")
 def test_rows_of_a_saved_folder_are_fetched_ahead_too(web: WebServer, tmp_path: Path) -> None:
     rows = [{"text": text} for text in pipelines.texts(500)]
@@ -581,6 +600,7 @@ def test_an_object_that_is_written_anew_while_it_is_read(
 ) -> None:
     """As many bytes, so that no size tells."""
     monkeypatch.setattr(sources_files, "SMALL_BYTES", (1 << 22) * small)
+    monkeypatch.setattr(streams, "KEPT_BLOCKS", 0)
     url = f"{store.new()}/{name}"
     store.filesystem.pipe_file(url, FILES[name])
     source = open_files(url, storage_options=store.options)

@@ -216,17 +216,17 @@ class Chunk(NamedTuple):
 class Deal:
     """The entries of a dataset and the streams that read them.
 
-    They follow from the files' sizes, the number of streams and the seed alone. At least `ahead`
-    chunks are read ahead by each stream.
+    They follow from the files' sizes, the number of streams and the seed alone. Each stream reads
+    chunks of `ahead_bytes` ahead, one at least.
 
     Raises:
         SourceError: The dataset has not one row.
     """
 
     def __init__(
-        self, source: Forward, num_streams: int, *, seed: int, shuffle: bool, ahead: int = 1
+        self, source: Forward, num_streams: int, *, seed: int, shuffle: bool, ahead_bytes: int = 0
     ) -> None:
-        self.source, self.ahead = source, ahead
+        self.source = source
         # `shuffled`: every pass deals anew
         self.num_streams, self.shuffled = num_streams, shuffle
         self._key = fold(seed, "stream order", source.name) if shuffle else None
@@ -235,6 +235,7 @@ class Deal:
         self.step = max(
             1, min(CHUNK_BYTES, total // (CHUNKS_A_STREAM * num_streams)), total // MAX_ENTRIES
         )
+        self.ahead = min(MOST_AHEAD, max(1, ahead_bytes // self.step))
         self.piece = min(CHUNK_BYTES, max(LEAST_PIECE_BYTES, UNPACKED * self.step))
         entries = list(self._entries(shards))
         if not entries:

@@ -55,8 +55,8 @@ from easypipe.plan.window import View, Window
 log = logging.getLogger("easypipe")
 
 STREAM = 1 << 40  # more rows than any stream has
-WAITING = 4  # threads that wait for remote storage, for each that works
-WAITED_FOR = 8  # chunks that each stream asks remote storage for ahead, of all datasets together
+WAITING = 8  # threads that wait for remote storage, for each that works
+WAITED_BYTES = 8 << 20  # what each stream asks remote storage for ahead, of all datasets together
 _NONE = np.empty(0, np.int32)
 # the window of rows of padding
 NOTHING = (
@@ -343,14 +343,13 @@ class StreamReader(RowReader):
         """Makes the streams of this process, at the states where the iteration begins."""
         spec = self._rows.spec
         sources, seed = self._rows.sources, spec.plan.seed
-        waits = -(-WAITED_FOR // len(sources))
         deals = [
             Deal(
                 source,
                 spec.num_streams,
                 seed=seed,
                 shuffle=spec.shuffle,
-                ahead=waits if source.waits else 1,
+                ahead_bytes=WAITED_BYTES // len(sources) if source.waits else 0,
             )
             for source in sources
         ]

@@ -64,7 +64,7 @@ class ForwardSource(FileSource):
     ) -> None:
         self.kind, self.num_rows = kind, num_rows
         super().__init__(files, on_error=on_error)
-        self._plain, self._reading = PlainBytes(tells=True), threading.Lock()
+        self._plain, self._reading = PlainBytes(forward=True), threading.Lock()
         self._exact: Sequence[str] = ()
         self._schemas: dict[tuple[str, ...] | None, pa.Schema] = {}
 

@@ -229,7 +229,7 @@ class RecordSource(FileSource):
             SourceError: The file is not what the index says.
         """
         row, begin, end = found.index.span(start, stop)
-        data = frozen(self._plain.fetch(file, begin, end, found.index.restarts))
+        data = frozen(self._plain.fetch(file, begin, end, found.index.restarts, once=True))
         last = stop == found.index.num_rows  # then no record may follow
         starts, ends = np.empty((2, stop - row + last), np.int64)
         count, _, _ = found.layout.split(data, True, starts, ends)

@@ -28,8 +28,8 @@ log = logging.getLogger("easypipe")
 
 INPUT_BYTES = 1 << 17  # compressed bytes taken at a time
 OUTPUT_BYTES = 1 << 20  # decompressed bytes handed on at a time
-BLOCK_BYTES = 1 << 20  # plain bytes of a compressed file that are kept together
-KEPT_BLOCKS = 128  # how many blocks of all compressed files of a source are kept
+BLOCK_BYTES = 1 << 20  # plain bytes of a compressed or remote file that are kept together
+KEPT_BLOCKS = 128  # how many blocks of all such files of a source are kept
 KEPT_FILES = 32  # how many compressed files are kept open, so that reading can go on
 RESTART_BYTES = 1 << 20  # remembered restarts are at least so many plain bytes apart
 MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh"}
@@ -91,18 +91,25 @@ class PlainBytes:
     """The plain bytes of the files of one source. It is thread safe.
 
     Args:
-        tells: Whether to warn of a file that has to be decompressed from its start to get to its
-            middle.
+        forward: Whether files are read forward, without an index that was made before: nothing of
+            plain files is kept, and a warning tells of a file that has to be decompressed from its
+            start to get to its middle.
     """
 
-    def __init__(self, *, tells: bool = False) -> None:
-        self._tells = tells
+    def __init__(self, *, forward: bool = False) -> None:
+        self._forward = forward
         self._lock = threading.Lock()
         self._files: OrderedDict[str, _Unpacking] = OrderedDict()
         self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     def fetch(
-        self, file: FileRef, start: int, stop: int, restarts: Sequence[Restart] = ()
+        self,
+        file: FileRef,
+        start: int,
+        stop: int,
+        restarts: Sequence[Restart] = (),
+        *,
+        once: bool = False,
     ) -> bytes:
         """Returns plain bytes [start, stop), as many of them as there are.
 
@@ -111,10 +118,19 @@ class PlainBytes:
             start: The first plain byte.
             stop: The plain byte behind the last one.
             restarts: Restarts of the file that are known from its index.
+            once: Whether these bytes of a remote file need not be kept from here on.
         """
         if compression_of(file.path) is None:
             stop = min(stop, file.num_bytes)
-            return read_range(file, start, stop) if start < stop else b""
+            if start >= stop:
+                return b""
+            if not file.remote or self._forward:
+                return read_range(file, start, stop)
+            kept = self._kept_of(file, start, stop, once)
+            if kept is not None:
+                return kept
+            data = read_range(file, start, stop)
+            return data if once else self._keep(file, start, data)
         if not file.remote:
             open_local(file).close()  # refuses one that changed
         unpacking, pieces = self._unpacking(file, restarts), []
@@ -132,8 +148,10 @@ class PlainBytes:
 
         Those of compressed files are not: they come out of what stands in front of them.
         """
-        packed = compression_of(file.path) is not None
-        return nullcontext() if packed else held(file, start, min(stop, file.num_bytes))
+        stop = min(stop, file.num_bytes)
+        if compression_of(file.path) is not None or self._has(file, start, stop):
+            return nullcontext()
+        return held(file, start, stop)
 
     def ends(self, file: FileRef, position: int) -> bool:
         """Returns whether there is no plain byte at `position` or behind it."""
@@ -145,6 +163,45 @@ class PlainBytes:
         """Returns the restarts that were found so far, without the start."""
         packed = compression_of(file.path) is not None
         return tuple(self._unpacking(file, ()).restarts[1:]) if packed else ()
+
+    def _has(self, file: FileRef, start: int, stop: int) -> bool:
+        """Returns whether bytes of a remote file were kept."""
+        numbers = range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
+        return bool(numbers) and all((file.path, number) in self._kept for number in numbers)
+
+    def _kept_of(self, file: FileRef, start: int, stop: int, once: bool) -> bytes | None:
+        """Returns bytes of a remote file that were kept; None if some of them were not.
+
+        With `once`, blocks that are read to their ends are forgotten.
+        """
+        first = start // BLOCK_BYTES
+        with self._lock:
+            if not self._has(file, start, stop):
+                return None
+            numbers = range(first, -(-stop // BLOCK_BYTES))
+            data = b"".join(self._kept[file.path, number] for number in numbers)
+            for number in numbers:
+                if once and min((number + 1) * BLOCK_BYTES, file.num_bytes) <= stop:
+                    del self._kept[file.path, number]
+        return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
+
+    def _keep(self, file: FileRef, start: int, data: bytes) -> bytes:
+        """Returns `data` of a remote file, of which it keeps the whole blocks.
+
+        A dataset that is small is thus fetched once, for its index and its rows.
+        """
+        stop = start + len(data)
+        end = -(-stop // BLOCK_BYTES) if stop == file.num_bytes else stop // BLOCK_BYTES
+        for number in range(-(-start // BLOCK_BYTES), end):
+            at = number * BLOCK_BYTES - start
+            self._remember(file.path, number, data[at : at + BLOCK_BYTES])
+        return data
+
+    def _remember(self, path: str, number: int, data: bytes) -> None:
+        with self._lock:
+            self._kept[path, number] = data
+            while len(self._kept) > KEPT_BLOCKS:
+                self._kept.popitem(last=False)
 
     def _unpacking(self, file: FileRef, restarts: Sequence[Restart]) -> _Unpacking:
         with self._lock:
@@ -164,12 +221,9 @@ class PlainBytes:
                 self._kept.move_to_end((path, number))
                 return data
         while unpacking.end is None or number < unpacking.end:
-            unpacking.enter(number, self._tells)
+            unpacking.enter(number, self._forward)
             here, data = unpacking.next_block()
-            with self._lock:
-                self._kept[path, here] = data
-                while len(self._kept) > KEPT_BLOCKS:
-                    self._kept.popitem(last=False)
+            self._remember(path, here, data)
             if here == number:
                 return data
         return b""
