@@ -286,7 +286,7 @@ class SourceInfo:
         cacheable: Whether the next process knows these rows by the same fingerprint.
         uncounted: Whether it accepts shards without `num_rows`, whose end `at_end` tells.
         checks_text: Whether every string that it returns has been checked to be UTF-8.
-        waits: Whether reading waits for remote storage.
+        waits: Whether reading waits for remote storage, and `fetched` does so before.
         bytes_per_row: The bytes of a row's values, if all rows have the same number.
         num_tokens: The tokens of all its rows, if they were counted.
         extra_columns: Columns of the rows that its documents come from, which are saved beside the

@@ -180,7 +180,7 @@ class FileSource(Source):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(checks_text=self.checks_text, waits=self.files[0].remote)
+        return SourceInfo(checks_text=self.checks_text)
 
     @property
     def fingerprint(self) -> str:

@@ -177,9 +177,6 @@ def held(file: FileRef, start: int, stop: int) -> Iterator[None]:
     Raises:
         SourceError: The file has changed or cannot be read.
     """
-    if not file.remote:
-        yield
-        return
     piece = start, read_range(file, start, stop)
     with _holding:
         _held[file] = (*_held.get(file, ()), piece)

@@ -56,7 +56,8 @@ log = logging.getLogger("easypipe")
 
 STREAM = 1 << 40  # more rows than any stream has
 WAITING = 8  # threads that wait for remote storage, for each that works
-WAITED_BYTES = 8 << 20  # what each stream asks remote storage for ahead, of all datasets together
+# what the streams of a process ask remote storage for ahead, at least, of all datasets together
+WAITED_BYTES = 64 << 20
 _NONE = np.empty(0, np.int32)
 # the window of rows of padding
 NOTHING = (
@@ -343,13 +344,14 @@ class StreamReader(RowReader):
         """Makes the streams of this process, at the states where the iteration begins."""
         spec = self._rows.spec
         sources, seed = self._rows.sources, spec.plan.seed
+        ahead = WAITED_BYTES // (len(sources) * max(1, len(self._own)))
         deals = [
             Deal(
                 source,
                 spec.num_streams,
                 seed=seed,
                 shuffle=spec.shuffle,
-                ahead_bytes=WAITED_BYTES // len(sources) if source.waits else 0,
+                ahead_bytes=ahead if source.waits else 0,
             )
             for source in sources
         ]

@@ -182,7 +182,8 @@ class ForwardSource(FileSource):
 
     @property
     def info(self) -> SourceInfo:
-        return dataclasses.replace(super().info, uncounted=True)
+        waits = self._plain.waits_for(self.files[0])
+        return SourceInfo(uncounted=True, checks_text=True, waits=waits)
 
     @property
     def fingerprint(self) -> str:

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from easypipe.core.checked import recall_checked, remember_checked, whole
 from easypipe.core.config import digest
+from easypipe.core.protocols import SourceInfo
 from easypipe.core.values import Int64, JsonObject, UInt8
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.formats.jsontypes import Observer
@@ -192,6 +193,10 @@ class RecordSource(FileSource):
         return Rows(
             pa.concat_tables(tables), np.concatenate(numbers), list(itertools.chain(*rejects))
         )
+
+    @property
+    def info(self) -> SourceInfo:
+        return replace(super().info, waits=self._plain.waits_for(self.files[0]))
 
     def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
         file, found = self.files[shard], self._open().surveys[shard].detail

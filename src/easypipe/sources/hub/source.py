@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Unpack
@@ -203,9 +202,6 @@ class HuggingFaceShardedSource(Source):
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         return self._open().scan(shard, start, stop)
-
-    def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
-        return self._open().fetched(shard, start, stop)
 
     def raw(self, shard: int, row: int) -> str | None:
         return self._open().raw(shard, row)
