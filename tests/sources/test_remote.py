@@ -396,7 +396,7 @@ def test_rows_of_a_saved_folder_are_fetched_ahead_too(web: WebServer, tmp_path: 
     for path in (tmp_path / "out").iterdir():
         web.files[f"/out/{path.name}"] = path.read_bytes()
     saved = load_saved(f"{web.url}/out")
-    assert saved.info.waits
+    assert saved.waits
     expected, asked = saved.read(0, 0, 500), len(web.seen)
     with saved.fetched(0, 0, 500):
         assert saved.read(0, 0, 500).equals(expected)

@@ -52,7 +52,6 @@ from easypipe.core.protocols import (
     ShardedSource,
     Source,
     fetched,
-    info_of,
     innermost,
     silent,
 )
@@ -299,7 +298,7 @@ class _Work(Generic[R]):
         self._folder, self._encoder = writer.folder, writer.encoder
         self._workers = writer.num_workers or cores()
         self._at_work = threading.Semaphore(self._workers)
-        self._waits = info_of(innermost(writer.source)).waits
+        self._waits = isinstance(writer.source, Source) and writer.source.waits
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._done = Counter[str]()
         self._encoders: set[str] = set()

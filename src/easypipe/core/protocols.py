@@ -286,7 +286,6 @@ class SourceInfo:
         cacheable: Whether the next process knows these rows by the same fingerprint.
         uncounted: Whether it accepts shards without `num_rows`, whose end `at_end` tells.
         checks_text: Whether every string that it returns has been checked to be UTF-8.
-        waits: Whether reading waits for remote storage, and `fetched` does so before.
         bytes_per_row: The bytes of a row's values, if all rows have the same number.
         num_tokens: The tokens of all its rows, if they were counted.
         extra_columns: Columns of the rows that its documents come from, which are saved beside the
@@ -300,7 +299,6 @@ class SourceInfo:
     cacheable: bool = True
     uncounted: bool = False
     checks_text: bool = False
-    waits: bool = False
     bytes_per_row: int | None = None
     num_tokens: int | None = None
     extra_columns: tuple[str, ...] = ()
@@ -317,6 +315,8 @@ class Source(ShardedDataSource):
     # What positions in a shard count. With "bytes", a row's number is the byte at which it begins,
     # and `num_rows` is the size of the shard.
     unit: ClassVar[Literal["records", "bytes"]] = "records"
+    # whether reading waits for remote storage, which `fetched` does before
+    waits: bool = False
 
     @property
     def below(self) -> ShardedSource | None:

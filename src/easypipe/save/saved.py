@@ -26,13 +26,11 @@ from easypipe.core.checked import read_checked, shaped
 from easypipe.core.errors import CacheError, DamagedFileError, MissingFileError
 from easypipe.core.protocols import (
     Shard,
-    ShardedSource,
     Source,
     SourceInfo,
     TokenInfo,
     Turns,
     fetched,
-    info_of,
 )
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import (
@@ -271,7 +269,8 @@ class SavedSource(Source):
             _check_size(join(folder, shard.name), shard.num_bytes, storage_options)
         paths = [join(folder, shard.name) for shard in self.manifest.shards]
         kind = "json" if self.manifest.format == "jsonl" else self.manifest.format
-        self._files: ShardedSource = open_files(paths, type=kind, storage_options=storage_options)
+        self._files = open_files(paths, type=kind, storage_options=storage_options)
+        self.waits = self._files.waits
 
     @property
     def info(self) -> SourceInfo:
@@ -280,7 +279,6 @@ class SavedSource(Source):
             num_tokens=self.manifest.num_tokens,
             turns=self.manifest.turns,
             aligned=self.manifest.aligned,
-            waits=info_of(self._files).waits,
         )
 
     @property

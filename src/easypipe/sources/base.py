@@ -38,7 +38,7 @@ from easypipe.core.values import Int64
 from easypipe.sources.files import DataFiles, resolve
 from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.partitions import constant, partition_schema
-from easypipe.sources.refs import FileRef
+from easypipe.sources.refs import FileRef, compression_of
 from easypipe.sources.schemas import column, has_strings, reconcile
 
 OnError = Literal["error", "skip", "quarantine"]
@@ -122,6 +122,7 @@ class FileSource(Source):
     checks_text: ClassVar[bool] = True
     # whether rows may be missing from a batch even if nothing is wrong (blank lines)
     numbered: ClassVar[bool] = False
+    fetches: ClassVar[bool] = False  # whether `fetched` fetches what is not compressed
 
     def __init__(
         self,
@@ -139,6 +140,8 @@ class FileSource(Source):
             resolve(data_files, storage_options, extensions=[self.kind])
         )
         self._plain = PlainBytes()
+        first = self.files[0]
+        self.waits = self.fetches and first.remote and compression_of(first.path) is None
         self._index_dir = None if index_dir is None else Path(index_dir)
         self._lock = threading.Lock()
         self._opened: _Opened | None = None

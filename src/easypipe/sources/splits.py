@@ -128,6 +128,7 @@ class PartialSource(Source):
 
     def __init__(self, source: ShardedSource, part: Part, at: str = "split") -> None:
         self.source, self.part, self._at = source, part, at
+        self.waits = isinstance(source, Source) and source.waits
         self._known: tuple[tuple[Shard, int, int], ...] | None = None
 
     @property

@@ -53,6 +53,7 @@ class ForwardSource(FileSource):
 
     unit = "bytes"
     numbered = True
+    fetches = True
 
     def __init__(
         self,
@@ -182,8 +183,7 @@ class ForwardSource(FileSource):
 
     @property
     def info(self) -> SourceInfo:
-        waits = self._plain.waits_for(self.files[0])
-        return SourceInfo(uncounted=True, checks_text=True, waits=waits)
+        return SourceInfo(uncounted=True, checks_text=True)
 
     @property
     def fingerprint(self) -> str:

@@ -21,7 +21,6 @@ import pyarrow as pa
 
 from easypipe.core.checked import recall_checked, remember_checked, whole
 from easypipe.core.config import digest
-from easypipe.core.protocols import SourceInfo
 from easypipe.core.values import Int64, JsonObject, UInt8
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.formats.jsontypes import Observer
@@ -159,6 +158,7 @@ class RecordSource(FileSource):
     """The base class of text formats; a subclass says how records lie in a file."""
 
     numbered = True
+    fetches = True
 
     def _lay_out(self, file: FileRef) -> Layout:
         """Returns how records lie in a file."""
@@ -193,10 +193,6 @@ class RecordSource(FileSource):
         return Rows(
             pa.concat_tables(tables), np.concatenate(numbers), list(itertools.chain(*rejects))
         )
-
-    @property
-    def info(self) -> SourceInfo:
-        return replace(super().info, waits=self._plain.waits_for(self.files[0]))
 
     def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
         file, found = self.files[shard], self._open().surveys[shard].detail

@@ -143,17 +143,14 @@ class PlainBytes:
                 pieces.append(block[max(0, start - first) : stop - first])
         return b"".join(pieces)
 
-    def waits_for(self, file: FileRef) -> bool:
-        """Returns whether `held` fetches bytes of a file."""
-        return file.remote and compression_of(file.path) is None
-
     def held(self, file: FileRef, start: int, stop: int) -> AbstractContextManager[None]:
         """Returns a block in which these plain bytes of a remote file are fetched already.
 
         Those of compressed files are not: they come out of what stands in front of them.
         """
         stop = min(stop, file.num_bytes)
-        if not self.waits_for(file) or self._has(file, start, stop):
+        packed = compression_of(file.path) is not None
+        if packed or not file.remote or self._has(file, start, stop):
             return nullcontext()
         return held(file, start, stop)
 

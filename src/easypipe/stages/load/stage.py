@@ -433,7 +433,8 @@ class ForwardDocuments:
         dataset = datasets_of(context).get(name)
         self._on_error = "error" if dataset is None else dataset.on_error
         self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
-        self.unit, self.waits = unit_of(source), info_of(innermost(source)).waits
+        inner = innermost(source)
+        self.unit, self.waits = unit_of(source), isinstance(inner, Source) and inner.waits
 
     @property
     def shards(self) -> Sequence[Shard]:

@@ -342,6 +342,7 @@ class TransformedSource(Source):
         """
         require_option(on_error, get_args(OnError), "on_error")
         self.source = source
+        self.waits = isinstance(source, Source) and source.waits
         self.transform = as_transform(transform)
         self.on_error: OnError = on_error
         self._factor = self.transform.fan_out
