@@ -10,6 +10,7 @@ tokens .bin beside an .idx       the index says where documents lie (sources/ext
 from __future__ import annotations
 
 import io
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Unpack
@@ -178,6 +179,12 @@ class TokenShardedSource(RecordSource):
             values = np.frombuffer(data, found.dtype)
             offsets = np.minimum(np.arange(stop - start + 1, dtype=np.int64) * width, len(values))
         return Rows(token_lists(values, offsets))
+
+    def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
+        """Fetches documents that a separator ends; where others lie, each kind reads for itself."""
+        if isinstance(self._open().surveys[shard].detail, Found):
+            return super().fetched(shard, start, stop)
+        return nullcontext()
 
     def _refuse(self, file: FileRef, why: str) -> None:
         """Raises SourceError if an option of the layout is given, which would have no effect."""
