@@ -61,7 +61,7 @@ number; anonymous memory grows by 1 % at most after the first sixth, threads and
 ## Much of everything
 
 `python tests/disasters/load.py` prepares and loads much in a process of its own, and some text with little memory. On two cores with a load of 18: 2,000 datasets
-of one row in 22.6 s in quiet (2026-11-26, 246 MB of anonymous memory at most; since then two waits for the disk of each are gone, 300 datasets took 4.9 s in place of 7.2),
+of one row are prepared in 18.7 s (2026-11-27, with a type check beside it; 246 MB of anonymous memory at most),
 a document of 50 M tokens in 13.3 s (1,019 MB), 10 M empty rows in 17.4 s (448 MB); a line of 3 GB is refused after 10 s, by its file and row (a record has 1 GiB at most).
 Many files take as much time for each: 3,000 of one row 12.0 s, 9,000 33.6 s, in memory at a load of 17, 3 ms of processor time a file; 100,000 take 447 s of processor time (2026-11-27, 1,261 MB at most), and their tokens are those of plain `tokenizers`.
 60 MB of text with `ulimit -v` 50 and 100 MB above what the process has are refused (memory that cannot be mapped, threads that do not start); up to 200 MB a library may end
