@@ -72,7 +72,7 @@ is done. After each, the same without a limit ends well.
 
 *Killed* is how many operations were the last one of the process, which was killed or lost power there; *failing* is how many failed, in one of the other ways. *Points* are
 operations times ways. Operations of one kind, on files of one kind, made by the same lines of easypipe, are one *class*: those are struck first, one of each, then each operation
-once killed and once failing, then each class in each way (`--once` leaves that out). *Wrong* is what the last code still answered badly.
+once killed and once failing, then each class in each way (`--once` leaves that out). Where threads or processes race, the n-th operation of a struck run may be another one than the n-th that was listed. *Wrong* is what the last code still answered badly.
 
 | job | operations | of them | killed | failing | classes | points | dead, refused, well | wrong |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |

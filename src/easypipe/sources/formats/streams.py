@@ -4,6 +4,7 @@ Offsets here are always *plain* offsets: positions in the decompressed bytes. A 
 decompressed forward, by one thread at a time, and what came out last is kept for its neighbours. It
 can be entered at its start, or where a new gzip member, bzip2 stream or zstd frame begins (its
 restarts; BGZF, pbzip2 and multi-frame zst have many). What a fetch returns never depends on that.
+Of remote files that are not compressed, what the index read is kept until the rows are read.
 """
 
 from __future__ import annotations
