@@ -186,10 +186,14 @@ class Late(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # with 5, the default, some of many connections at once wait a second
+
+
 @contextmanager
 def served(root: Path) -> Iterator[tuple[str, type[Late]]]:
     handler = type("Handler", (Late,), {"root": root, "requests": itertools.count()})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = Server(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

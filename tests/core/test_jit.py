@@ -85,6 +85,15 @@ def test_numba_is_loaded_by_the_first_kernel_alone() -> None:
     assert found.stdout.split() == ["False", "1"]
 
 
+def test_numba_can_be_imported_ahead() -> None:
+    wait = "import sys, threading; [one.join() for one in threading.enumerate()[1:]]"
+    program = f"from easypipe.core import jit; jit.ahead(); {wait}; print('numba' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert found.stdout == "True\n"
+
+
 def test_threads_that_call_a_kernel_first_at_the_same_time_get_one() -> None:
     @jit
     def twice(x: int) -> int:

@@ -29,7 +29,7 @@ from fsspec.registry import known_implementations
 
 import pipelines
 from easypipe import DatasetConfig, Pipeline, PipelineConfig, load_saved
-from easypipe.core import remote, storage
+from easypipe.core import jit, remote, storage
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
 from easypipe.core.protocols import ShardedSource, fetched
@@ -365,9 +365,9 @@ def test_what_was_fetched_is_not_asked_for_again(
     assert len(web.seen) == asked + 2
 
 
-@pytest.mark.parametrize(("blocks", "asked_again"), [(128, 0), (2, 2)])
+@pytest.mark.parametrize(("blocks", "step", "asked_again"), [(128, 1, 0), (128, -1, 0), (2, 1, 2)])
 def test_what_the_index_read_is_kept_for_the_rows(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch, blocks: int, asked_again: int
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, blocks: int, step: int, asked_again: int
 ) -> None:
     """Of a file of four blocks two are kept, so that its first rows are asked for again."""
     monkeypatch.setattr(sources_files, "SMALL_BYTES", 0)
@@ -377,9 +377,20 @@ def test_what_the_index_read_is_kept_for_the_rows(
     cuts = [0, 1024, 2048, 3000]  # as token caches are cut, where the index has entries
     assert source.shards[0].num_rows == 3000
     asked = len(web.seen)
-    rows = [source.read(0, a, b).column("text").to_pylist() for a, b in itertools.pairwise(cuts)]
-    assert [text for piece in rows for text in piece] == [f"row {i}" for i in range(3000)]
+    for a, b in [*itertools.pairwise(cuts)][::step]:
+        expected = [f"row {i}" for i in range(a, b)]
+        assert source.read(0, a, b).column("text").to_pylist() == expected
     assert len(web.seen) == asked + asked_again
+
+
+@pytest.mark.parametrize("opened", [open_files, _forward])
+def test_numba_is_imported_while_the_first_lines_come(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, opened: Callable[[str], ShardedSource]
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(jit, "ahead", lambda: asked.append(len(web.seen)))
+    assert opened(f"{web.url}/data/c.jsonl").schema.names
+    assert 0 < asked[0] < len(web.seen)
 
 
 @pytest.mark.usefixtures("large")

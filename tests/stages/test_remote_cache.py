@@ -474,7 +474,7 @@ def test_a_store_that_fails_in_passing(tmp_path: Path, store: Store) -> None:
 
 
 def test_options(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^staging_bytes: 0 is no room"):
+    with pytest.raises(ConfigError, match=r"^staging_bytes: 0 is too few bytes"):
         CacheConfig(staging_bytes=0)
     with pytest.raises(ConfigError, match=r"^reading: "):
         CacheConfig(reading="whole")  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ class CacheConfig:
         require(
             self.staging_bytes >= 1,
             "staging_bytes",
-            f"{self.staging_bytes} is no room",
+            f"{self.staging_bytes} is too few bytes",
             "Give at least what a batch needs.",
         )
 

@@ -6,8 +6,10 @@ not wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -35,6 +37,12 @@ def later(make: Callable[[], Any]) -> Any:
     It serves values that cannot be made without importing Numba; `make` is called once.
     """
     return _Later(make)
+
+
+def ahead() -> None:
+    """Begins to import Numba, which takes half a second, while the caller waits for a server."""
+    with contextlib.suppress(RuntimeError):  # without a thread the first kernel imports it
+        threading.Thread(target=_Later(object).made, name="easypipe-numba", daemon=True).start()
 
 
 class _Later:

@@ -89,7 +89,8 @@ class _SafeLoader(yaml.SafeLoader):
         except Exception as error:  # noqa: BLE001  (int() and date() raise errors of several types)
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(
-                problem=f"no {kind}: {error or type(error).__name__}", problem_mark=node.start_mark
+                problem=f"not a valid {kind}: {error or type(error).__name__}",
+                problem_mark=node.start_mark,
             ) from None
 
 

@@ -28,7 +28,7 @@ _REMARKS = {
         "column of verdicts: the others are left out and counted",
     ),
     "prompts": (
-        "train_on = 'all': nobody answers in these rows, so all of them is trained; to have them "
+        "train_on = 'all': no row has an answer, so all of each row is trained; to have them "
         "answered, use `easypipe generate RUN --messages FILE`",
     ),
 }
@@ -127,7 +127,7 @@ def _wrong_talk(reader: MessageReader, value: JsonValue) -> Wrong | None:
     talk = reader.translated(value_of(value, keep=("role", "from", *CONTENT)))
     wrong = wrong_messages(talk) or reader.wrong_flags(talk)
     if wrong is None and not any(message["role"] == "assistant" for message in talk):
-        return NOTHING_TO_TRAIN, "nobody in it is the assistant"
+        return NOTHING_TO_TRAIN, "no message in it is from the assistant"
     return wrong
 
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
 import numpy as np
 import pyarrow as pa
 
+from easypipe.core import jit
 from easypipe.core.class_names import classes_of
 from easypipe.core.config import digest
 from easypipe.core.errors import (
@@ -344,7 +345,11 @@ class FileSource(Source):
                 raise file.error("is empty (0 bytes)", "Remove it from data_files.")
             return self._survey(file)
 
-        most = 16 if self.files[0].remote else (os.cpu_count() or 1)
+        most = os.cpu_count() or 1
+        if self.files[0].remote:
+            most = 16
+            if self.fetches:
+                jit.ahead()
         surveys = each(one, self.files, most, "index")
         found = [
             without_row_numbers(_with_partitions(file, survey.schema))

@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
+from easypipe.core import jit
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError
 from easypipe.core.protocols import Reject, Scan, Shard, SourceInfo
@@ -260,6 +261,8 @@ def open_forward(
     ):  # folders that name values add columns
         return None
     kind = str(kinds.pop())
+    if files[0].remote:
+        jit.ahead()
     if kind == "json" and files[0].num_bytes:
         head = read_head(files[0], 1 << 12).removeprefix(BOM)
         if head.lstrip(b" \t\r\n").startswith(b"["):

@@ -174,7 +174,7 @@ class PlainBytes:
     def _kept_of(self, file: FileRef, start: int, stop: int, once: bool) -> bytes | None:
         """Returns bytes of a remote file that were kept; None if some of them were not.
 
-        With `once`, blocks that are read to their ends are forgotten.
+        With `once`, blocks that are read whole are forgotten.
         """
         first = start // BLOCK_BYTES
         with self._lock:
@@ -183,7 +183,8 @@ class PlainBytes:
             numbers = range(first, -(-stop // BLOCK_BYTES))
             data = b"".join(self._kept[file.path, number] for number in numbers)
             for number in numbers:
-                if once and min((number + 1) * BLOCK_BYTES, file.num_bytes) <= stop:
+                begins, ends = number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES
+                if once and start <= begins and min(ends, file.num_bytes) <= stop:
                     del self._kept[file.path, number]
         return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
