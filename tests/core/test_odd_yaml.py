@@ -30,7 +30,11 @@ ODD = {
     "no hour": ("a: 2024-02-28T25:61:00\n", "not a valid timestamp: hour must be in 0..23", 1),
     "digits": ("a: " + "9" * 5000, "not a valid int: Exceeds the limit", 1),
     "hex": ("a: 0x" + "f" * 50000, "not a valid int: it has more than 128 bits", 1),
-    "minutes": ("a: !!int " + ":".join(["59"] * 5000), "not a valid int: it has more than 128 bits", 1),
+    "minutes": (
+        "a: !!int " + ":".join(["59"] * 5000),
+        "not a valid int: it has more than 128 bits",
+        1,
+    ),
     "no bool": ("a: !!bool maybe", "not a valid bool: 'maybe'", 1),
     "no date": ("a: !!timestamp x", "not a valid timestamp", 1),
     "nul": ("a: 1\nb: \0", "unacceptable character #x0000", 2),
