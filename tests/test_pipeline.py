@@ -544,7 +544,7 @@ def test_a_batch_that_never_fills(tmp_path: Path) -> None:
 
 
 def test_epochs_of_a_mixture_that_has_none(tmp_path: Path) -> None:
-    def make(num_epochs: int) -> object:
+    def make(num_epochs: int | None) -> object:
         load = LoadStageConfig(batch_size=4, num_epochs=num_epochs)
         return (
             Pipeline(whole(tmp_path, mix=MixStageConfig()))
@@ -567,7 +567,10 @@ def test_epochs_of_a_mixture_that_has_none(tmp_path: Path) -> None:
     assert "never ends" in whole(tmp_path, mix=capped, load=load).validate()[0]
     capped = MixStageConfig(max_epochs={"code": 2, "docs": 1})
     assert "is drawn once" in whole(tmp_path, mix=capped, load=load).validate()[0]
-    assert len(list(itertools.islice(iter(make(1)), 30))) == 30
+    for num_epochs in (1, None):
+        once = LoadStageConfig(batch_size=4, num_epochs=num_epochs)
+        assert not whole(tmp_path, mix=MixStageConfig(), load=once).validate()
+        assert len(list(itertools.islice(iter(make(num_epochs)), 30))) == 30
 
 
 def test_a_state_of_other_data_says_what_changed(tmp_path: Path) -> None:

@@ -362,6 +362,11 @@ def test_an_endless_mixture_needs_steps_and_tells_epochs(tmp_path: Path) -> None
     plan_report._require_few_passes(rows.mixture, rows.plan(), most)
     with pytest.raises(ConfigError, match=r"steps: .* too many to plan and count"):
         plan_report._require_few_passes(rows.mixture, rows.plan(), most + 1)
+    alone = rows.mixture.plan(None)  # a row is a document, so the bound is met exactly
+    most = MOST_EPOCHS * sum(cache.num_docs for cache in rows.mixture.prepare())
+    plan_report._require_few_passes(rows.mixture, alone, most)
+    with pytest.raises(ConfigError, match=r"steps: .* too many to plan and count"):
+        plan_report._require_few_passes(rows.mixture, alone, most + 1)
 
 
 def test_a_dataset_that_is_never_drawn_is_named(tmp_path: Path) -> None:

@@ -109,6 +109,17 @@ def test_causal_lm_shifts_once(rows, side):
     assert (batch["attention_mask"] == (batch["segment_ids"] > 0)).all()
 
 
+def test_a_token_that_is_not_attended_to_is_in_no_segment_and_no_target():
+    row = {"input_ids": [5, 6, 7, 8], "segment_ids": [1, 1, 2, 2], "attention_mask": [1, 1, 1, 0]}
+    batch = create_causal_lm_collate()([row])
+    found = {name: batch[name].tolist() for name in ("segment_ids", "attention_mask", "labels")}
+    assert found == {
+        "segment_ids": [[1, 1, 2, 0]],
+        "attention_mask": [[1, 1, 1, 0]],
+        "labels": [[6, -100, -100, -100]],
+    }
+
+
 def test_causal_lm_refuses_labels_that_were_shifted():
     with pytest.raises(
         SourceError,

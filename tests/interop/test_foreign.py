@@ -303,9 +303,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_key_that_nobody_knows_and_files_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     rows = "datasets: [{path: a.jsonl, type: alpaca}]\n"
-    path.write_text(f"base_model: m\nsurprise: 1\nnum_epochs: 1.5\n{rows}")
+    path.write_text(f"base_model: m\nsurprise: 1\nnum_epochs: 1.5\noptimizer: [lion]\n{rows}")
     made = import_config("axolotl", path)
     assert made.left["surprise"] == "no key of this name is known here"
+    assert made.left["optimizer"] == "['lion'] is not known here"
     assert "not a whole number" in made.left["num_epochs"]
     path.write_text("learning_rate: 1\n")
     with pytest.raises(ConfigError, match="names no model"):
@@ -391,7 +392,9 @@ SCHEDULE = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-4}
         ("trl", {"beta": 0.1}, "train.optimizer", {"learning_rate": 1e-6}),
         ("llamafactory", {}, "train.optimizer", {"learning_rate": 5e-5}),
         ("axolotl", {"max_steps": 200}, "train.optimizer", {"warmup_steps": 6}),
+        ("axolotl", {"max_steps": 9000}, "train.optimizer", {"warmup_steps": 100}),
         ("axolotl", {"max_steps": 200, "warmup_steps": 0}, "train.optimizer", {"warmup_steps": None}),
+        ("axolotl", {"max_steps": 200, "warmup_steps": 0.5}, "train.optimizer", {"warmup_steps": None}),
         ("trl", {}, "data.pack", {"seq_length": 1024}),
         ("trl", {"max_length": None}, "data.pack", {"seq_length": None}),
         ("llamafactory", {}, "data.tokenize", {"max_length": 2048}),

@@ -257,6 +257,18 @@ def test_shares_of_a_sum_over_devices_have_the_dtype_that_it_is_added_in(chunk_s
         np.testing.assert_allclose(rounded.astype(jnp.float32), exact, rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", [chunked, reference])
+def test_gradients_have_the_dtype_of_their_input_or_the_one_that_is_asked_for(kernel):
+    given = case()
+    arrays = (jnp.asarray(one, jnp.bfloat16) for one in (given.hidden, given.head, given.bias))
+    each = jnp.ones(given.labels.shape)
+    run = functools.partial(kernel.gradients, layout="dv", soft_cap=None)
+    arguments = Inputs(*arrays, given.labels), each, Cotangents(each, each, each)
+    for asked in (None, jnp.float32):
+        grads = jax.eval_shape(functools.partial(run, grad_dtype=asked), *arguments)
+        assert {grad.dtype for grad in grads} == {jnp.dtype(asked or jnp.bfloat16)}
+
+
 @pytest.mark.parametrize("way", WAYS, ids=NAMES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_all_ignored_gives_zero_and_zero_gradients(way, reduction):

@@ -63,6 +63,8 @@ LABELS = np.zeros(8, np.int32)
             {"hidden": HIDDEN.astype(np.float16)},
             "hidden: dtype float16 is not one of bfloat16, float32, float64",
         ),
+        ({"lm_head": HEAD.astype(np.float16)}, "lm_head: dtype float16 is not one of bfloat16"),
+        ({"bias": np.ones(19, np.float16)}, "bias: dtype float16 is not one of bfloat16"),
         ({"z_loss": -1.0}, r"z_loss: -1.0 is not a number from 0 up \(1e-4 is usual\)"),
         ({"label_smoothing": 1.0}, r"label_smoothing: 1.0 is outside \[0, 1\)"),
         ({"logit_soft_cap": 0.0}, "logit_soft_cap: 0.0 is not a positive number"),

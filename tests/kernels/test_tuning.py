@@ -23,6 +23,7 @@ from easypipe.kernels.loss.tpu.blocks import (
     DEVICES,
     LANES,
     RESERVED,
+    V5E,
     V5P,
     V7X,
     Blocks,
@@ -32,6 +33,7 @@ from easypipe.kernels.loss.tpu.blocks import (
     cdiv,
     device_of,
     even_split,
+    fitted,
     forward_vmem,
     plan_blocks,
     sizes_of,
@@ -259,8 +261,11 @@ def test_unknown_devices_get_the_smallest_memory():
     assert forward_vmem(plan_blocks(device_of("TPU v99"), sizes), sizes) <= V7X.vmem
 
 
-def test_candidates_all_fit_and_begin_with_the_plan():
-    sizes = sizes_of(8192, 2048, 32_768, "bfloat16")
+@pytest.mark.parametrize(
+    "sizes",
+    [sizes_of(8192, 2048, 32_768, "bfloat16"), sizes_of(1024, 8192, 32_768, "float32")],
+)
+def test_candidates_all_fit_and_begin_with_the_plan(sizes):
     for device in set(DEVICES.values()):
         found = block_candidates(device, sizes)
         assert found[0] == plan_blocks(device, sizes)
@@ -269,6 +274,16 @@ def test_candidates_all_fit_and_begin_with_the_plan():
             max(forward_vmem(one, sizes), backward_vmem(one, sizes)) <= device.vmem - RESERVED
             for one in found
         )
+
+
+def test_blocks_of_one_backward_pass_give_way_where_the_plan_has_two():
+    few, many = (sizes_of(tokens, 3072, 32_768, "bfloat16") for tokens in (34_000, 50_000))
+    plans = {sizes: plan_blocks(V5E, sizes) for sizes in (few, many)}
+    assert not plans[few].own_tokens
+    assert plans[many].own_tokens
+    assert bucket(few.tokens) == bucket(many.tokens)
+    for one, other in ((few, many), (many, few)):
+        assert fitted(plans[one], V5E, other)[4:] == plans[other][4:]
 
 
 def test_blocks_of_the_table_reach_the_kernel(user_table, monkeypatch):

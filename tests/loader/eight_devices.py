@@ -116,6 +116,12 @@ refused(
     mesh={"data": 8},
 )
 refused(
+    r"batch_size: 40 rows in 4 micro-batches do not divide .* Set batch_size to 32 or 64, or",
+    batch_size=40,
+    accumulation_steps=4,
+    mesh={"data": 8},
+)
+refused(
     r"batch_size: 20 rows do not divide over data=8",
     batch_size_schedule=((9, 20),),
     mesh={"data": 8},

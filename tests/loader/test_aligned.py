@@ -119,6 +119,17 @@ def test_values_stand_where_their_tokens_do(
     }
 
 
+def test_every_list_of_a_packed_row_counts_into_its_bytes_once(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    """Lists of the row's length with an offset of 8 bytes, beside them numbers of 4 bytes."""
+    source = pipeline(tmp_path, tokenizer, dataset(rows()), pack=PACKS["concat"]).get_data()["one"]
+    size = {"input_ids": 4, "segment_ids": 1, "position_ids": 1, "advantages": 4, "half": 2}
+    size["teacher_ids"] = 4 * TOP
+    assert {*size, "look_ahead"} == {*source.schema.names}
+    assert source.bytes_per_row == sum(32 * each + 8 for each in size.values()) + 4
+
+
 @pytest.mark.parametrize("format", ["parquet", "arrow", "jsonl"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_saved_and_loaded(tmp_path: Path, tokenizer: Any, format: str, packed: bool) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from easypipe.core.aligned import LOOK_AHEAD_WEIGHT, LOSS_WEIGHTS, AlignedColumn
 from easypipe.core.errors import ConfigError, PlacementError, SourceError
 from easypipe.core.protocols import Shard
 from easypipe.core.schema import (
@@ -16,6 +17,7 @@ from easypipe.core.schema import (
     IGNORE,
     INPUT_IDS,
     LABELS,
+    LOOK_AHEAD,
     LOSS_MASK,
     POSITION_IDS,
     ROW_NUMBER,
@@ -96,6 +98,23 @@ def test_packed_rows_come_back_as_they_were(kind):
     wanted = Loader(PLANNED, LoadStageConfig(batch_size=6, drop_last=False))
     assert_same_batches(wanted, Loader(rows, LoadStageConfig(batch_size=6, drop_last=False)))
     assert_rows_well_formed(rows.gather(np.arange(rows.num_rows)), pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("stored", [None, 0.75])
+def test_a_label_behind_the_row_has_its_stored_weight_or_1(stored):
+    table = pa.table(
+        {
+            INPUT_IDS: pa.array([[5, 6, 7]], pa.list_(pa.int32())),
+            LOOK_AHEAD: pa.array([8], pa.int32()),
+            LOSS_WEIGHTS: pa.array([[0.5, 0.5, 0.25]], pa.list_(pa.float32())),
+        }
+    )
+    if stored is not None:
+        table = table.append_column(LOOK_AHEAD_WEIGHT, pa.array([stored], pa.float32()))
+    rows = StoredRows(Tables([table]), aligned=[AlignedColumn(name=LOSS_WEIGHTS, dtype="float32")])
+    batch = collate(rows.gather(np.array([0])))
+    assert batch[LABELS].tolist() == [[6, 7, 8]]
+    assert batch[LOSS_WEIGHTS].tolist() == [[0.5, 0.25, stored or 1.0]]
 
 
 def test_arrays_in_memory_are_rows():

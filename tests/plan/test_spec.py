@@ -13,7 +13,7 @@ from easypipe.plan.feed import CachedFeed
 from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import PackSpec
-from easypipe.plan.spec import PlanDataset, PlanSpec, WindowState, fingerprint
+from easypipe.plan.spec import PlanDataset, PlanSpec, WindowState, ends_choice, fingerprint
 
 PARTS = [PlanDataset(name, 3, 30, name, lambda docs: np.full(len(docs), 10)) for name in "ab"]
 PLAN = PlanSpec(seed=1, weights=(1, 2), stop="all_exhausted", window_docs=8, pack=PackSpec(10))
@@ -69,6 +69,27 @@ def test_a_choice_changes_the_fingerprint(
     other = replaced(plan, path, value)
     assert (fingerprint(PARTS, plan) != fingerprint(PARTS, other)) == ("cached" in whose)
     assert (streaming(plan) != streaming(other)) == ("streaming" in whose)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (PLAN, {}),
+        (SCHEDULED, {"stages_end": "estimated"}),
+        (replaced(SCHEDULED, "pack", None), {}),
+        (replaced(SCHEDULED, "pack.strategy", "stream"), {}),
+        (replaced(PLAN, "max_epochs", (1, None)), {}),
+        (dataclasses.replace(PLAN, stop="restart", num_epochs=None), {}),
+        (
+            dataclasses.replace(PLAN, stop="restart", num_epochs=None, max_epochs=(1, None)),
+            {"windows_end": "where one leaves"},
+        ),
+    ],
+)
+def test_plans_whose_windows_end_where_they_did_say_nothing_of_it(
+    plan: PlanSpec, says: dict[str, str]
+) -> None:
+    assert ends_choice(plan) == says
 
 
 def test_every_choice_is_tried() -> None:

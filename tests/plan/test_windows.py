@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import plan_oracle as oracle
@@ -128,11 +128,25 @@ def look(plan: Plan, rows: list[int]) -> list[list[oracle.Piece]]:
     return by_row(plan.pieces(np.array(rows, dtype=np.int64)), len(rows))
 
 
+CUT_BY_TOKENS = (  # windows end within documents, of which some are long
+    [dataset("d0", [*range(1, 60)]), dataset("d1", [7, 31, 2] * 13)],
+    PlanSpec(
+        seed=5,
+        weights=(2, 3),
+        stop="all_exhausted",
+        unit="tokens",
+        pack=PackSpec(13, "stream"),
+        window_docs=4,
+    ),
+)
+
+
 @given(
     made=plans(),
     cache_bytes=st.sampled_from([0, 1 << 20]),
     shuffler=st.randoms(use_true_random=False),
 )
+@example(made=CUT_BY_TOKENS, cache_bytes=0, shuffler=random.Random(0))
 @examples(150)
 def test_any_row_equals_the_forward_scan(
     made: tuple[list[PlanDataset], PlanSpec], cache_bytes: int, shuffler: random.Random

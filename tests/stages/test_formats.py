@@ -286,10 +286,10 @@ def test_remove_columns_keeps_the_others(tmp_path: Path) -> None:
     assert names(("q",), data=numbered, on_error="skip") == [INPUT_IDS, "n", "tag"]
     with pytest.raises(
         ConfigError,
-        match=r"^tokenize.remove_columns\[0\]: no dataset has a column 'tags' .*Did you mean "
+        match=r"^tokenize.remove_columns\[1\]: no dataset has a column 'tags' .*Did you mean "
         r"'tag'\?",
     ):
-        names(("tags",))
+        names(("n", "tags"))
     with pytest.raises(
         ConfigError,
         match=r"'tag' is one of the additional_fields of dataset 'd'. Take it out of one of the "

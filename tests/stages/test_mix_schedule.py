@@ -29,6 +29,7 @@ from easypipe import (
 )
 from easypipe.core.schema import SEGMENT_IDS, SOURCE
 from easypipe.plan.spec import MAX_WINDOW_DOCS, window_docs
+from easypipe.stages.mix.config import exact_weights
 from pipelines import config, texts
 from strategies import examples
 
@@ -128,6 +129,9 @@ def test_the_batch_size_comes_from_load_whoever_names_it(tmp_path: Path) -> None
         match=r"mix.batch_size: 4, but load\(\) makes batches of 5 rows. Leave mix.batch_size out",
     ):
         mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).load(LoadStageConfig(batch_size=5))
+    growing = LoadStageConfig(batch_size=4, batch_size_schedule=((3, 8),))
+    with pytest.raises(ConfigError, match=r"mix.batch_size: 4, but .* of 4, then 8 rows\. Leave"):
+        mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).load(growing)
     with pytest.raises(
         ConfigError,
         match=r"mix.weight_schedule: .* the number of rows in one is unknown. Set load.batch_size .* or set "
@@ -135,6 +139,10 @@ def test_the_batch_size_comes_from_load_whoever_names_it(tmp_path: Path) -> None
     ):
         mixed(tmp_path, weight_schedule=HALF_WAY).get_data()["mixed"].prepare()  # type: ignore[attr-defined]
     assert mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).get_data()["mixed"].fingerprint
+
+
+def test_weights_belong_to_names_whatever_their_order() -> None:
+    assert exact_weights({"b": 0.75, "none": 0, "a": 0.25}, ["a", "b", "none"]) == (1, 3, 0)
 
 
 # The laws, with everything on.

@@ -103,11 +103,14 @@ def test_nothing_is_prepared_for_a_run_that_cannot_be(
 def test_all_that_differs_is_named_at_once_where_the_data_is_prepared(
     made: Path, capsys: Any
 ) -> None:
-    given = ["--set", "data.load.batch_size=4", "--set", "train.steps=3"]
-    assert command(["train", str(made / "run.yaml"), *given]) != 0
-    told = "".join(capsys.readouterr().err.split())
-    assert "train.resume_changes=[train.steps,loader.batch_size,loader.config]." in told
-    assert "loader.plan" not in told
+    for allowed in ("", "ended"):
+        changes = ["data.load.batch_size=4", "train.steps=3", f"train.resume_changes=[{allowed}]"]
+        given = [part for change in changes for part in ("--set", change)]
+        assert command(["train", str(made / "run.yaml"), *given]) != 0
+        told = "".join(capsys.readouterr().err.split())
+        names = ["train.steps", "loader.batch_size", "loader.config", *filter(None, [allowed])]
+        assert f"train.resume_changes=[{','.join(names)}]." in told
+        assert "loader.plan" not in told
 
 
 def test_a_run_as_long_as_its_data_is_compared_without_its_steps(

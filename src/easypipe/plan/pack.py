@@ -122,7 +122,8 @@ def pack_window(lengths: Int32, spec: PackSpec, key: int) -> Layout:
     """
     lengths = np.require(lengths, dtype=np.int32, requirements=["C", "W"])
     if spec.concat:
-        return cut_stream(lengths, spec, key)
+        rows = -(-int(lengths.sum(dtype=np.int64)) // spec.seq_length)
+        return cut_stream(lengths, spec, key, start=0, num_rows=rows)
     if spec.oversize == "error" and lengths.size and lengths.max() > spec.seq_length:
         draw = int(np.argmax(lengths > spec.seq_length))
         raise oversize_error(f"draw {draw}", int(lengths[draw]), spec)
@@ -133,14 +134,7 @@ def pack_window(lengths: Int32, spec: PackSpec, key: int) -> Layout:
     return _arrange(loose, int(rows), spec, key)
 
 
-def cut_stream(
-    lengths: Int32,
-    spec: PackSpec,
-    key: int,
-    *,
-    start: int = 0,
-    num_rows: int | None = None,
-) -> Layout:
+def cut_stream(lengths: Int32, spec: PackSpec, key: int, *, start: int, num_rows: int) -> Layout:
     """Lays documents end to end and cuts them into rows, of which the last may not be full.
 
     Args:
@@ -148,10 +142,8 @@ def cut_stream(
         spec: The row length, and whether rows are permuted.
         key: Decides the order of the rows.
         start: The tokens of the first document that stand in rows before these.
-        num_rows: The number of rows to make; None makes all.
+        num_rows: The number of rows to make.
     """
-    if num_rows is None:
-        num_rows = -(-(int(lengths.sum(dtype=np.int64)) - start) // spec.seq_length)
     count = int(_cut(lengths, start, spec.seq_length, num_rows, np.empty((5, 0), dtype=np.int32)))
     loose = np.empty((5, count), dtype=np.int32)
     _cut(lengths, start, spec.seq_length, num_rows, loose)

@@ -86,7 +86,7 @@ class Chain:
         reasons = reasons or _reasons({"datasets": own}, "")
         return {
             "config": None if reasons else {**config, "datasets": to_dict(own)},
-            "stages": [] if reasons else stages,
+            "stages": stages,
             "folder": os.getcwd(),
             "unknown": "; ".join(reasons),
         }
