@@ -1,4 +1,4 @@
-"""Opens a source for files, by their extension or by `type=`; says why a file is not read."""
+"""FORMATS: which reader opens a file, by extension or by `type=`; says why a file is not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs strangers' templates in a process with limits; says if reasoning or a label is not printed.
+"""Runs strangers' templates in a process with limits: why a row is refused, what is not printed.
 
 A request has two frames. The first is the JSON of what the rows are written with. The second is
 JSON of the rows, each a list of JSON texts: one object, {"messages": …, "tools": …} or {"fields":
