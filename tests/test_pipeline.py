@@ -7,12 +7,14 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pytest
 import yaml
@@ -38,6 +40,7 @@ from easypipe import (
     TokenizerError,
     TokenizeStageConfig,
     create_pipeline,
+    load_saved,
     tokenize_and_save,
 )
 from easypipe.core import storage
@@ -46,6 +49,7 @@ from easypipe.core.protocols import PipelineContext, ProgressEvent, ShardedDataS
 from easypipe.core.schema import INPUT_IDS
 from easypipe.jobs import prepare_data
 from easypipe.save.saved import SavedSource
+from easypipe.save.verify import verify
 from easypipe.transforms.columns.functions import Map
 from pipelines import config, jsonl, texts, tokenizer, two_datasets
 
@@ -833,3 +837,49 @@ def test_a_config_of_nested_dicts_is_a_config() -> None:
     assert pipeline.get_context().config.datasets[0].name == "a"
     with pytest.raises(ConfigError, match="dataset: unknown key"):
         Pipeline({"dataset": [{"name": "a", "data_files": rows}]})
+
+
+def test_a_tilde_is_home_wherever_a_path_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is looked for, or written, in a folder of that name."""
+    jsonl(tmp_path / "rows.jsonl", [{"q": text, "a": text} for text in texts(9)])
+    datasets.Dataset.from_list([{"text": text} for text in texts(9)]).save_to_disk(
+        tmp_path / "kept"
+    )
+    shutil.copytree(tokenizer(), tmp_path / "tokenizer")
+    for file in ("chat.jinja", "tokenizer/chat_template.jinja"):
+        (tmp_path / file).write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prompt = {"format_type": "custom", "template": "{q}{a}", "label_column": "a"}
+    prompt |= {"few_shot": {"count": 1, "data_files": "~/rows.jsonl"}}
+    chat = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    made = {
+        "datasets": [
+            {"name": "asked", "data_files": "~/rows.jsonl", "prompt": prompt},
+            {"name": "kept", "data_files": "~/kept"},
+            {
+                "name": "said",
+                "data_files": chat,
+                "content_field": "messages",
+                "chat_template": "~/chat.jinja",
+            },
+            {"name": "own", "data_files": chat, "content_field": "messages"},
+        ],
+        "default_tokenizer": "~/tokenizer",
+        "cache_dir": "~/cache",
+        "seed": 1,
+        "mix": {"stop_strategy": "all_exhausted"},
+        "pack": {"seq_length": 48},
+        "save": {"output_dir": "~/out"},
+    }
+    chain = Pipeline.from_config(made).source().tokenize().mix().pack().save()
+    chain.build()
+    assert {one.name for one in tmp_path.iterdir()} >= {"cache", "out"}
+    assert load_saved("~/out").shards
+    for place in ("~/cache", "~/out"):
+        assert all(one.ok for one in verify(place))
+        assert all(one.ok for one in chain.repair(place))
+    assert not list(here.iterdir())

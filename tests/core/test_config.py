@@ -58,6 +58,7 @@ class Outer:
     inner: Inner
     many: tuple[Inner, ...] = ()
     weights: dict[str, float] | None = None
+    named: dict[str, Inner] | None = None
     either: Inner | str | None = None
     files: str | tuple[str, ...] = ""
     anything: Any = None
@@ -84,6 +85,10 @@ REFUSED = [
     (
         {**GOOD, "many": [GOOD["inner"], {"seq_length": 0}]},
         "many[1].seq_length: 0 is not a row length. Give at least 1.",
+    ),
+    (
+        {**GOOD, "named": {"a": {"seq_length": 0}}},
+        "named.a.seq_length: 0 is not a row length. Give at least 1.",
     ),
     (
         {**GOOD, "many": [{"seq_length": 1, "strategy": "gredy"}]},
@@ -115,6 +120,10 @@ REFUSED = [
         "section.steps: wants a whole number, got 1000.0 (float). Write 1000.",
     ),
     (
+        {**GOOD, "section": {"steps": 1.5}},
+        "section.steps: wants a whole number, got 1.5 (float)",
+    ),
+    (
         {**GOOD, "section": {"steps": "None"}},
         "section.steps: wants a whole number, got 'None' (str). Write null for none.",
     ),
@@ -136,7 +145,7 @@ def test_refusals_name_the_key_path_and_the_fix(values: dict[str, Any], message:
     with pytest.raises(ConfigError) as refusal:
         from_dict(Outer, values)
     message = message.replace(
-        "KEYS", "inner, many, weights, either, files, anything, section, flag, token"
+        "KEYS", "inner, many, weights, named, either, files, anything, section, flag, token"
     )
     assert str(refusal.value) == message
     with pytest.raises(ConfigError) as refusal:

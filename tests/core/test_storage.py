@@ -16,10 +16,12 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 import xxhash
+from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from easypipe.core import ranged, remote, storage
 from easypipe.core.errors import MissingFileError, StorageError
+from easypipe.core.tree import files_below
 from easypipe.sources.files import resolve
 
 STEPS = ("write", "sync", "rename", "committed")
@@ -250,6 +252,7 @@ class Remembering(MemoryFileSystem):
 
     protocol = "remembering"
     known: ClassVar[dict[str, list[dict[str, Any]]]] = {}
+    find = AbstractFileSystem.find  # by these listings
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -293,6 +296,7 @@ def test_what_another_process_has_done_is_seen_whatever_the_client_remembers() -
         (lambda _: storage.exists("remembering://shared/b"), False, True),
         (lambda _: storage.size_of("remembering://shared/b"), None, 2),
         (as_data, None, [2]),
+        (lambda folder: [*files_below(folder)], ["a"], ["a", "b"]),
     ):
         assert call("remembering://shared") == before
         others.ls("/shared")

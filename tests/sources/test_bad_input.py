@@ -8,7 +8,9 @@ import bz2
 import gzip
 import json
 import re
+import struct
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -222,6 +224,33 @@ def test_truncated_arrow(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Feather V1:DeprecationWarning")
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda texts: texts,
+        lambda texts: texts.cast(pa.binary()),
+        lambda texts: pa.ListArray.from_arrays([0, 2], texts),
+        lambda texts: pa.LargeListArray.from_arrays([0, 2], texts),
+        lambda texts: pa.FixedSizeListArray.from_arrays(texts, 2),
+        lambda texts: pa.MapArray.from_arrays([0, 2], pa.array([1, 2]), texts),
+        lambda texts: pa.StructArray.from_arrays([texts], ["a"]),
+        lambda texts: pa.DictionaryArray.from_arrays(pa.array([1, 0]), texts),
+        lambda texts: pa.ExtensionArray.from_storage(pa.json_(), texts),
+    ],
+)
+def test_a_text_that_leaves_its_file_is_refused_at_any_depth(tmp_path: Path, within: Any) -> None:
+    table = pa.table({"x": within(pa.array(["345", "67890"]))})
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    edges, wrong = (struct.pack("<3i", 0, middle, 8) for middle in (3, 12))
+    assert path.read_bytes().count(edges) == 1
+    assert len(read_all(open_files(path))) == table.num_rows
+    put(path, path.read_bytes().replace(edges, wrong))
+    with pytest.raises(SourceError, match=r"a\.arrow: damaged column 'x'"):
+        read_all(open_files(path))
+
+
 def test_old_feather(tmp_path: Path) -> None:
     feather.write_feather(TABLE, tmp_path / "a.feather", version=1)
     with pytest.raises(
@@ -269,9 +298,10 @@ def test_parquet_called_text(tmp_path: Path) -> None:
     assert len(read_all(open_files(tmp_path / "a.txt", type="parquet"))) == 2000
 
 
-def test_utf16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["utf-16-le", "utf-16-be"])
+def test_utf16(tmp_path: Path, kind: str) -> None:
     refused(
-        put(tmp_path / "a.csv", "a,b\n1,2\n".encode("utf-16")),
+        put(tmp_path / "a.csv", "\ufeffa,b\n1,2\n".encode(kind)),
         "{path}: is UTF-16. Convert it to UTF-8.",
     )
 

@@ -244,6 +244,7 @@ def test_stateless_reads(
         rows = source.read(0, 0, source.shards[0].num_rows)
         data = rows.drop_columns(ROW_NUMBER) if ROW_NUMBER in rows.schema.names else rows
         assert data.to_pylist() == expected(path, table)
+        assert source.shards[0].num_bytes == path.stat().st_size
 
 
 def test_normal_steps(written: Callable[..., Path]) -> None:
@@ -273,6 +274,11 @@ def test_projection(written: Callable[..., Path]) -> None:
     )
     with pytest.raises(SourceError, match=r"no column 'txt' .have: .*text.*\. Did you mean 'text'"):
         narrowed.select(["txt"])
+    whole = open_files(source.files[0].path)
+    names = [name for name in whole.schema.names if name != ROW_NUMBER]
+    turned = whole.select(names[::-1])
+    assert [name for name in turned.schema.names if name != ROW_NUMBER] == names[::-1]
+    assert_stateless_reads(turned, [1])
 
 
 def test_a_column_that_is_not_read_spoils_no_row(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from easypipe import DatasetConfig, Pipeline, PromptConfig, ShardedDataSource
 from easypipe.core.errors import SourceError
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.objects import open_object
 from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.open import open_files
@@ -88,6 +89,36 @@ def test_rows_of_mixed_types_are_read_and_written_as_they_stand(tmp_path: Path) 
     assert open_files(halves).read(1, 0, 1).column("messages").to_pylist() == [
         json.dumps(MIXED[1]["messages"])
     ]
+
+
+def test_lines_that_are_none_for_any_reason_shift_no_other(tmp_path: Path) -> None:
+    """Of Arrow, of Python's json, of the scanner, and blank ones, each in front of good lines."""
+    lines = [
+        '{"any": [1, "x"], "text": "a"}',
+        "",
+        '{"any": [], "text": tru}',
+        '{"any": [2], "text": "b"}',
+        f'{{"any": [{"9" * 5000}], "text": "c"}}',
+        "[1]",
+        '{"any": [3, "y"], "text": "d"}',
+        '{"any": [], "text": 5}',
+        '{"any": [null, 4], "text": "e"}',
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    source = open_files(tmp_path / "a.jsonl", on_error="skip")
+    found = source.scan(0, 0, len(lines))
+    assert found.batch.column(ROW_NUMBER).to_pylist() == [0, 3, 6, 8]
+    assert found.batch.column("text").to_pylist() == list("abde")
+    kept = [json.loads(text) for text in found.batch.column("any").to_pylist()]
+    assert kept == [[1, "x"], [2], [3, "y"], [None, 4]]
+    assert [(one.row, one.reason) for one in found.rejects] == [
+        (1, "blank_line"),
+        (2, "unparsable"),
+        (4, "unparsable"),
+        (5, "not_an_object"),
+        (7, "not_a_string"),
+    ]
+    assert_stateless_reads(source, range(1, 9))
 
 
 def test_the_type_says_that_a_column_of_any_name_holds_conversations(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ servers, all on loopback.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import dataclasses
 import gzip
 import io
@@ -256,6 +257,33 @@ def test_a_file_that_changed(web: WebServer) -> None:
     ):
         source.read(0, 0, 10)
     assert open_files(f"{web.url}/data/c.jsonl").fingerprint != fingerprint
+
+
+TAG = {"ETag": '"one"'}
+DAY = {"ETag": "", "Last-Modified": "Fri, 02 Jan 2026 03:04:05 GMT"}
+NOTHING = {"ETag": ""}
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    ("before", "now", "changed"),
+    [
+        (TAG, DAY, False),
+        (DAY, TAG, False),
+        (TAG, NOTHING, False),
+        (TAG, {"ETag": '"two"'}, True),
+        (DAY, {**DAY, "Last-Modified": "Sat, 03 Jan 2026 03:04:05 GMT"}, True),
+    ],
+)
+def test_a_file_has_changed_only_where_the_same_mark_has(
+    web: WebServer, before: dict[str, str], now: dict[str, str], changed: bool
+) -> None:
+    web.extra["/data/c.jsonl"] = before
+    source = open_files(f"{web.url}/data/c.jsonl")
+    assert source.shards
+    web.extra["/data/c.jsonl"] = now
+    with pytest.raises(SourceError, match="changed") if changed else contextlib.nullcontext():
+        assert source.read(0, 7, 9).column("text").to_pylist() == ["row 7", "row 8"]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("/a.parquet", "parquet"), ("/a.jsonl", "json")])

@@ -19,7 +19,7 @@ import pytest
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.open import open_files
-from easypipe.sources.schemas import plain_type
+from easypipe.sources.schemas import JSON, conform, plain_type
 from laws import assert_stateless_reads
 
 DAY = datetime.datetime(2026, 1, 31, 12)
@@ -182,6 +182,12 @@ def test_refused(tmp_path: Path, first: pa.Array, second: pa.Array, message: str
     pq.write_table(pa.table({"x": second, "y": ["kept"]}), tmp_path / "1.parquet")
     # what the message says
     assert open_files(tmp_path, columns=["y"]).read(1, 0, 1).to_pylist() == [{"y": "kept"}]
+
+
+def test_messages_alone_keep_nulls_of_their_own_keys() -> None:
+    said = {"role": "user", "content": None, "name": None, "about": {"content": None, "n": 1}}
+    [text] = conform(pa.array([[said]]), JSON).storage.to_pylist()
+    assert json.loads(text) == [{"role": "user", "content": None, "about": {"n": 1}}]
 
 
 def test_columns_that_some_files_lack(tmp_path: Path) -> None:

@@ -229,7 +229,13 @@ def test_discover_shows_names(tmp_path: Path) -> None:
     [b"", b"{", b"[]", b'{"info": {"features": 3}}', b"[" * 100_000]
     + [
         b'{"info": {"features": {"label": %s, "tags": %s}}}' % (one, one)
-        for one in (b"[]", b"3", b'{"_type": "ClassLabel", "names": 2}', b'{"feature": null}')
+        for one in (
+            b"[]",
+            b"3",
+            b'{"_type": "ClassLabel", "names": 2}',
+            b'{"_type": "ClassLabel", "names": [2, "a", "b"]}',
+            b'{"feature": null}',
+        )
     ],
 )
 def test_other_metadata_says_nothing(metadata: bytes, tmp_path: Path) -> None:

@@ -95,6 +95,18 @@ def test_the_order_of_columns_holds_out_no_other_rows() -> None:
     assert 0 < len(one) < 200
 
 
+def test_the_order_of_keys_holds_out_no_other_rows() -> None:
+    options = HoldOutConfig(fraction=0.3, seed=9)
+    one, other = (
+        HoldOut(options, ["a"])(
+            pa.RecordBatch.from_pylist([{"a": dict.fromkeys(keys, i)} for i in range(200)])
+        ).to_pylist()
+        for keys in ("xy", "yx")
+    )
+    assert one == other
+    assert 0 < len(one) < 200
+
+
 def run(tmp_path: Path, held_out: dict[str, Any]) -> dict[str, Any]:
     file = jsonl(tmp_path / "data" / "a.jsonl", [{"text": text} for text in texts(300, 3)])
     data = {

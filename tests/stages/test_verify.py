@@ -134,6 +134,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     [
         (lambda m: m["counts"].update(docs=7), "its counts say 7"),
         (lambda m: m["parts"][0].update(docs=3), "documents"),
+        (lambda m: m["parts"][0].update(docs=0), "have 0 documents, in file"),
         (lambda m: m["parts"][0].update(start=2), "do not follow row 0"),
         (
             lambda m: m["parts"][-1].update(content="0" * 32),
@@ -249,7 +250,7 @@ def test_a_saved_folder_in_a_bucket_is_repaired(tmp_path: Path, store: Store) ->
     broken_in(store, url, "part-")
     [broken] = verify(url, store.options)
     assert "damaged: checksum" in broken.problems[0].what
-    assert all(one.ok for one in chain.repair(url))
+    assert all(one.ok for one in chain.repair(f"{url}/"))
     assert store.files(url) == before
     broken_in(store, url, "part-")
     made = values(tmp_path, save=save)
@@ -281,7 +282,7 @@ def test_a_token_cache_in_a_bucket_is_repaired(
     assert store.files(url) == before
     store.filesystem.pipe_file(manifest, b"{")
     again = Pipeline.from_config(made).source().tokenize().mix()
-    assert all(one.ok for one in again.repair(url))
+    assert all(one.ok for one in again.repair(f"{url}/"))
     after = {name: data for name, data in store.files(url).items() if f"{url}/{name}" != manifest}
     assert after == {name: data for name, data in before.items() if f"{url}/{name}" != manifest}
 

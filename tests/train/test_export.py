@@ -312,6 +312,11 @@ def test_a_text_is_shown_up_to_its_stop_string(
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}", []),
         ("{% for m in messages %}{{ m.role }}: {{ m.content[0].text }}<|a|>{% endfor %}", [3]),
         (ENDLESS, [4]),
+        (
+            "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+            "{{ m.content }}<|a|>{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}",
+            [],
+        ),
     ],
 )
 def test_what_ends_a_turn_is_read_off_the_template(

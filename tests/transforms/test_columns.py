@@ -321,6 +321,9 @@ def test_expand_numbers_the_rows_of_a_row() -> None:
         TransformedSource(InMemoryShardedSource({"t": [["a", "b"]]}), Expand("t", most=1)).read(
             0, 0, 1
         )
+    lists = InMemoryShardedSource({"t": [["a"], ["b"], ["c", "d", "e"]]})
+    with pytest.raises(SourceError, match="memory, row 2: too_many_rows"):
+        TransformedSource(lists, Expand("t", most=2)).read(0, 0, 6)
 
 
 @pytest.mark.parametrize("make", EVERY)

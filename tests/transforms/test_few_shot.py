@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import strategies
 from chat_support import chat_tokenizer
 from easypipe import (
+    ConfigError,
     DatasetConfig,
     FewShotConfig,
     Pipeline,
@@ -21,6 +22,8 @@ from easypipe import (
     SourceError,
 )
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
+from easypipe.transforms.prompt import few_shot
+from pipelines import jsonl
 from strategies import examples
 
 BOS = "<|endoftext|>"  # the chat tokenizer's
@@ -91,6 +94,18 @@ def test_no_row_has_two(
     stored = source.read(0, 0, 1)
     assert stored.column(INPUT_IDS)[0].as_py() == made[INPUT_IDS].tolist()
     assert stored.column(LOSS_MASK)[0].as_py() == made[LOSS_MASK].tolist()
+
+
+def test_a_file_of_exactly_the_most_bytes_is_drawn_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "pool.jsonl", [{"q": q, "a": "one"} for q in "12"])
+    monkeypatch.setattr(few_shot, "MOST_BYTES", path.stat().st_size)
+    drawn = PromptConfig(**TEMPLATE, few_shot=FewShotConfig(count=1, data_files=str(path)))
+    assert PromptEngine(chat_tokenizer(), drawn).encode({"q": "3", "a": "three"})
+    monkeypatch.setattr(few_shot, "MOST_BYTES", path.stat().st_size - 1)
+    with pytest.raises(ConfigError, match="to draw from"):
+        PromptEngine(chat_tokenizer(), drawn)
 
 
 def test_what_is_no_row_says_so() -> None:

@@ -4,6 +4,7 @@ ids.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pyarrow as pa
@@ -124,8 +125,9 @@ def test_refusals(tokenizer: str) -> None:
         FillInTheMiddle(chat_tokenizer())
     with pytest.raises(TokenizerError, match="it lacks <P>"):
         FillInTheMiddle(tokenizer, tokens=["<P>", *TOKENS[1:]])
-    with pytest.raises(ConfigError, match=r"FillInTheMiddle.rate: 1.5 is not a share"):
-        FillInTheMiddle(tokenizer, rate=1.5)
+    for name, value in itertools.product(("rate", "spm_rate"), (-0.5, 1.5)):
+        with pytest.raises(ConfigError, match=rf"FillInTheMiddle.{name}: {value} is not a share"):
+            FillInTheMiddle(tokenizer, **{name: value})
     for tokens in (["a", "a", "b"], ["a", "b"], ["a", "b", "c", "d"], ["a", "", "b"]):
         with pytest.raises(
             ConfigError, match=r"tokens: .* Give those of prefix, suffix and middle"

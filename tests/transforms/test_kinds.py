@@ -115,7 +115,9 @@ def test_who_speaks_and_with_which_tools() -> None:
     found = kind({"messages": [*TALK, call, {"role": "tool", "content": "1"}]})
     assert (found.roles, found.tools) == (("user", "assistant", "tool"), True)
     assert str(found) == "OpenAI messages, roles user, assistant, tool, with tools"
-    assert kind({"conversations": SHARED}).roles == ("human", "gpt")
+    shared = kind({"conversations": SHARED})
+    assert shared.roles == ("human", "gpt")
+    assert str(shared) == "ShareGPT conversations, roles human, gpt"
     assert kind({"messages": TALK}).tools is False
     assert kind({"messages": TALK, "tools": json.dumps([{"type": "function"}])}).tools is True
 

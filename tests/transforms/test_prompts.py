@@ -211,6 +211,21 @@ def test_template_input_columns_and_label_column_say_what_is_written() -> None:
     assert shown({"q": 1, "a": 2}, **marked) == ("Q 1A 2!.", ["A 2!"])
 
 
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        ({"format_type": "chat", "tools_column": "t"}, ("messages", "t")),
+        ({"format_type": "prompt_completion", "label_column": "a"}, ("prompt", "a")),
+        ({"format_type": "prompt_completion", "rejected_column": "r"}, ("prompt", "r")),
+        ({"format_type": "prompt_completion", "desirable_column": "d"}, ("prompt", "d")),
+    ],
+)
+def test_every_column_that_an_option_names_is_read(
+    options: dict[str, Any], columns: tuple[str, ...]
+) -> None:
+    assert {*PromptConfig(**options).columns} >= {*columns}
+
+
 def test_alpaca_has_a_prompt_with_input_and_one_without() -> None:
     with_input, without = (shown(row, format_type="alpaca") for row in ROWS[:2])
     assert "### Input:\nin words\n\n### Response:\nFour." in with_input[0]

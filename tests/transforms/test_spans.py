@@ -4,6 +4,7 @@ what was said by whom.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -272,6 +273,31 @@ def test_turns_that_would_overlap_are_refused(monkeypatch):
     ]
     with pytest.raises(UnprovenError, match="trained turns overlap"):
         Spans(Template(CHATML, NAMES), CLOSERS).find(messages, None, "assistant")
+
+
+def test_a_block_that_writes_nothing_is_no_span() -> None:
+    block = "{{% generation %}}{}{{% endgeneration %}}"
+    template = Template(f"a{block.format('')}b{block.format('c')}", NAMES)
+    assert template.write({}) == ("abc", [(2, 3)])
+
+
+@pytest.mark.parametrize(
+    ("printed", "whole"), [("m.tool_calls[:1]", False), ("m.tool_calls", True)]
+)
+def test_every_call_of_an_answer_is_printed(printed: str, whole: bool) -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}"
+        f"{{% for call in {printed} %}}{{{{ call.function.name }}}} {{% endfor %}}{{% endif %}}"
+        "<|im_end|>\n{% endfor %}"
+    )
+    calls = [{"type": "function", "function": {"name": one, "arguments": {}}} for one in ("f", "g")]
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    refused = pytest.raises(UnprovenError, match="does not print the tool calls of message 1")
+    with contextlib.nullcontext() if whole else refused:
+        Spans(Template(source, NAMES), CLOSERS).find(messages, None, "assistant")
 
 
 def test_reasoning_is_read_by_every_name() -> None:

@@ -158,6 +158,13 @@ def test_names_that_are_taken_for_eos(name: str, tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path)).eos_token_id == (None if name == "<end>" else 0)
 
 
+def test_of_two_names_none_is_taken_for_eos(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer.from_file(str(small_tokenizer_folder() / "tokenizer.json"))
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).eos_token_id is None
+
+
 @pytest.mark.shared
 def test_eos_is_taken_from_an_unmistakable_name_with_a_warning(
     shared_data: Path, caplog: pytest.LogCaptureFixture
@@ -486,6 +493,13 @@ def test_a_near_name_is_proposed_and_works(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "gtp2"))
     assert caught.value.have == ["gpt2"]
     assert load_tokenizer(str(tmp_path / "gpt2")).vocab_size == 500
+
+
+def test_a_file_of_any_name_is_read_with_what_lies_beside_it(tmp_path: Path) -> None:
+    whole = load_tokenizer(str(shutil.copytree(small_tokenizer_folder(), tmp_path / "t")))
+    (tmp_path / "t" / "tokenizer.json").rename(tmp_path / "t" / "own.json")
+    own = load_tokenizer(str(tmp_path / "t" / "own.json"))
+    assert (own.fingerprint, own.eos_token_id) == (whole.fingerprint, whole.eos_token_id)
 
 
 def test_a_folder_or_file_that_is_no_tokenizer(tmp_path: Path) -> None:

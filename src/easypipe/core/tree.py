@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +34,7 @@ def files_below(folder: str | Path, storage_options: StorageOptions = None) -> d
         Sizes and times by the file's name below the folder, sorted; {} if there is no folder.
     """
     if not storage.is_remote(folder):
-        local = Path(os.path.expanduser(str(folder).removeprefix("file://")))
+        local = Path(str(folder).removeprefix("file://"))
         stats = (
             {
                 path.relative_to(local).as_posix(): path.stat()

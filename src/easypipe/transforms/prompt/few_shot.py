@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -56,7 +54,7 @@ class FewShot:
                 "few_shot.count",
                 f"{config.data_files} has {len(pool)} rows, and {config.count} are "
                 "drawn that are not the row at hand",
-                f"Give at most {max(1, len(pool) - 1)}.",
+                f"Give at most {len(pool) - 1}." if len(pool) > 1 else "Name a file of more rows.",
             )
         for i, example in enumerate(pool):
             missing = [name for name in columns if name not in example]
@@ -105,7 +103,7 @@ def _read(path: str, columns: tuple[str, ...]) -> list[Row]:
     """Returns the rows of a file of examples, with only these columns."""
     at = "few_shot.data_files"
     try:
-        data = read_bytes(str(Path(os.path.expanduser(path))) if "://" not in path else path)
+        data = read_bytes(path)
     except MissingFileError:
         raise ConfigError(
             at=at,
