@@ -439,13 +439,16 @@ def test_how_text_is_cut_has_llama_cpps_name(name: str, tmp_path: Path) -> None:
     assert found.types[-2:] == [4, 4]
 
 
+FLAGS = ("single_word", "lstrip", "rstrip")
+
+
 def _unigram(definition: dict[str, Any]) -> None:
     words = [[word, 0.0] for word in definition["model"]["vocab"]]
     definition["model"] = {"type": "Unigram", "unk_id": 0, "vocab": words, "byte_fallback": False}
 
 
-def _stripping(definition: dict[str, Any]) -> None:
-    definition["added_tokens"][1]["lstrip"] = True
+def _flagged(flag: str) -> Callable[[dict[str, Any]], None]:
+    return lambda definition: definition["added_tokens"][1].update({flag: True})
 
 
 def _with(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -460,7 +463,10 @@ def _in_model(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     ("change", "told"),
     [
         (_unigram, "llama.cpp has no Unigram as transformers has it"),
-        (_stripping, "llama.cpp knows no ['lstrip'] of the token '<|im_start|>'"),
+        *(
+            (_flagged(flag), f"llama.cpp knows no ['{flag}'] of the token '<|im_start|>'")
+            for flag in FLAGS
+        ),
         (_with("normalizer", {"type": "Lowercase"}), "llama.cpp does not know its [{'type': 'Lo"),
         (
             _with(
@@ -473,7 +479,7 @@ def _in_model(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_in_model("end_of_word_suffix", "</w>"), "knows no end_of_word_suffix ('</w>')"),
         (_with("pre_tokenizer", {"type": "Whitespace"}), "it treats text by rules that are not"),
     ],
-    ids=["unigram", "strips", "lowercase", "prefix", "ignore_merges", "suffix", "whitespace"],
+    ids=["unigram", *FLAGS, "lowercase", "prefix", "ignore_merges", "suffix", "whitespace"],
 )
 def test_a_tokenizer_that_cannot_be_carried_is_refused_and_nothing_is_written(
     change: Any, told: str, tokenizer: Path, tmp_path: Path
@@ -486,6 +492,26 @@ def test_a_tokenizer_that_cannot_be_carried_is_refused_and_nothing_is_written(
     assert told in str(caught.value)
     assert str(other) in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("window", "told"), [(100, True), (1024, False), (4096, False)])
+def test_a_window_within_the_longest_row_is_told_to_become_its_length(
+    window: int, told: bool, tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = of_family("mistral", tmp_path / "files", sliding_window=window)
+    known = values(written(trained(model, tokenizer), tmp_path / "model.gguf"))
+    assert known["llama.context_length"] == min(window, 1024)
+    said = "no sliding window of mistral: it computes the same up to 100 tokens"
+    assert (said in caplog.text) == ("no sliding window" in caplog.text) == told
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
+def test_texts_that_are_normalized_before_are_told(
+    normalizer: Any, tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load_tokenizer(changed(tokenizer, tmp_path / "nfc", _with("normalizer", normalizer)))
+    assert vocabulary_of(loaded, loaded.vocab_size).cut
+    assert ("texts into Unicode's form NFC" in caplog.text) == (normalizer is not None)
 
 
 def _mixed(definition: dict[str, Any]) -> None:

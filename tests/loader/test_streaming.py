@@ -516,6 +516,10 @@ def test_bad_rows(tmp_path: Path) -> None:
         BudgetError, match=r"bad row number 1 of dataset 'code' .*max_bad_rows is 0"
     ):
         list(make(on_error="skip", max_bad_rows=0))
+    path.write_text('{"text": "good"}\n' * 300 + '{"text": ""}\n' * 8 + '{"text": null}\n')
+    at = path.read_text().index('{"text": null}')
+    with pytest.raises(SourceError, match=rf"bad\.jsonl, line at byte {at}: null: no value"):
+        list(make())
 
 
 def test_documents_without_packing(tmp_path: Path) -> None:

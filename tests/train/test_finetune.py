@@ -209,6 +209,12 @@ def test_adapters_go_to_peft_and_back(model: Path, tuned: Any, tmp_path: Path) -
     again = load_adapters(load_pretrained(model), folder)
     ids = token_ids()[:, :32]
     np.testing.assert_array_equal(call(again, ids), call(tuned.model, ids))
+    stabilized = written | {"use_rslora": True}  # whose scale is alpha / sqrt(rank)
+    (folder / "adapter_config.json").write_text(json.dumps(stabilized))
+    other = save_adapters(
+        load_adapters(load_pretrained(model), folder), tmp_path / "other", base=model
+    )
+    assert json.loads((other / "adapter_config.json").read_text()) == stabilized
     for change, message in (
         ({"use_dora": True}, "adapter_config.json: use_dora: True is not supported"),
         (

@@ -596,8 +596,8 @@ def test_every_optimizer_sees_clipped_gradients(name: str) -> None:
         for gradient in (first, small):
             updates, state = optimizer.update({"w": gradient}, state, params, **extra)
             params = optax.apply_updates(params, updates)
-        found.append(params["w"])
-    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
+        found.append(np.asarray(updates["w"]))
+    np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-4 * np.abs(found[1]).max())
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from flax import nnx
 from easypipe.core.errors import ConfigError, PlacementError, StateError, TrainError
 from easypipe.train import state as states
 from easypipe.train.checkpoint.differences import differences
-from easypipe.train.config import CheckpointConfig, OptimizerConfig
+from easypipe.train.config import CheckpointConfig, LossConfig, OptimizerConfig
 from easypipe.train.losses.loss import loss_sums
+from easypipe.train.metrics.devices import out_of_memory
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
@@ -173,17 +174,18 @@ def test_several_held_out_sets_are_each_evaluated_whole(tmp_path):
         "even": Arithmetic(2, seed=6),
         "weighted": Weighted(3, seed=7),
     }
-    result = trainer(tmp_path, evals=held, steps=4, eval_every=2).run()
+    options = {"steps": 4, "eval_every": 2, "loss": LossConfig(z_loss=0.1)}
+    result = trainer(tmp_path, evals=held, **options).run()
     assert [list(r["eval"]) for r in read_metrics(tmp_path / "metrics.jsonl") if "eval" in r] == [
         list(held),
         list(held),
     ]
     for name, loader in held.items():
-        loss, targets = exact_loss(result.model, loader)
-        assert (result.last["eval"][name]["num_targets"], result.last["eval"][name]["loss"]) == (
-            targets,
-            pytest.approx(loss, rel=1e-5),
-        )
+        nll, targets = exact_loss(result.model, loader)
+        found = result.last["eval"][name]
+        assert (found["num_targets"], found["nll"]) == (targets, pytest.approx(nll, rel=1e-5))
+        assert found["ppl"] == pytest.approx(math.exp(nll), rel=1e-5)
+        assert found["loss"] > 1.01 * nll
 
 
 def test_a_finished_run_is_not_run_again(finished, tmp_path):
@@ -530,3 +532,26 @@ def test_out_of_memory_says_what_is_held_and_what_to_change(tmp_path):
         assert "TrainError: step " in heard[-1].record["error"]
     assert "optimizer" in str(error.value)
     assert isinstance(error.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: while allocating 2500 bytes.",
+            "memory (2.5 kB more were asked for):",
+        ),
+        (
+            "INTERNAL: Out of memory trying to allocate 1.5GiB",
+            "memory (1.5GiB more were asked for):",
+        ),
+        ("INTERNAL: CUDA error: out of memory", "is out of memory: it holds parameters"),
+        ("INTERNAL: another error", None),
+    ],
+)
+def test_out_of_memory_is_told_from_what_every_device_says(tmp_path, text, says):
+    made = trainer(tmp_path)
+    known = made.layout, made.optimizer, made.config, None, ROWS
+    error = out_of_memory(jax.errors.JaxRuntimeError(text), 3, *known)
+    assert error is None if says is None else says in str(error)
+    assert out_of_memory(MemoryError(text), 3, *known) is None
