@@ -1332,6 +1332,27 @@ FAULTS = [
           "optax.chain(*clip, _prodigy(", "optax.chain(_prodigy("),
     fault("no other optimizer has a clip_norm", "train/optim/optimizers.py", "tests/train/test_optimizers.py -k sees_clipped",
           "optax.chain(*clip, whole), needs_objective", "optax.chain(whole), needs_objective"),
+    # a second draw over the same rooms
+    fault("one worker of a stream is told to be too many", "compat/loaders.py", "tests/compat/test_loaders.py -k shuffled_or_repeated",
+          "if options.num_workers is not None and options.num_workers > 1:", "if options.num_workers is not None and options.num_workers > 0:"),
+    fault("a run's config is no data", "compat/trainer.py", "tests/compat/test_training_config.py -k whole_run",
+          'values.get("data", values)', "values"),
+    fault("an image is looked for on disk before its bytes", "compat/vision.py", "tests/compat/test_vision.py -k every_way_to_give",
+          'given.get("bytes") or given.get("path")', 'given.get("path") or given.get("bytes")'),
+    fault("the mean time of a choice counts", "kernels/tuning/measure.py", "tests/kernels/test_tuning.py -k least_of_the_times",
+          "return min(times) * 1e3", "return sum(times) / repeats * 1e3"),
+    fault("the newest block of stored rows leaves first", "loader/rows/stored.py", "tests/loader/test_stored.py -k decoded_once",
+          "self._blocks.popitem(last=False)", "self._blocks.popitem(last=True)"),
+    fault("batches before the first are counted below 0", "loader/steps.py", "tests/loader/test_steps.py -k of_a_loop",
+          "max(first, stop)]", "stop]"),
+    fault("a plan begins from a state behind its end", "plan/windows.py", "tests/plan/test_windows.py -k behind_the_last_epoch",
+          "state.epoch > epochs or (state.epoch == epochs and any(state.drawn))", "state.epoch > epochs"),
+    fault("Llama 3's frequencies are turned over in a GGUF file", "train/model/pretrained/gguf.py", "tests/interop/test_gguf.py -k every_tensor",
+          "plain / slowed(plain, shape.rope_scaling)", "slowed(plain, shape.rope_scaling) / plain"),
+    fault("a preview shows rows behind num_rows", "stages/source/stage.py", "tests/test_preview.py -k what_training_gets",
+          "dataset.num_rows if first_rows is None else min(first_rows, dataset.num_rows or first_rows)", "dataset.num_rows if first_rows is None else first_rows"),
+    fault("no rows at all are advised", "train/parallel/mesh.py", "tests/train/test_step.py -k mesh",
+          "str(n) for n in (below, above) if n)", "str(n) for n in (below, above))"),
 ]
 # fmt: on
 

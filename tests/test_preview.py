@@ -333,7 +333,9 @@ def test_it_is_what_training_gets(tmp_path: Path) -> None:
     limited = PipelineConfig(**{**vars(whole), "datasets": first, "cache_dir": tmp_path / "other"})
     loader = Pipeline(limited).source().tokenize().mix().pack().load({"batch_size": 4}).loader()
     explained = loader.explain(0)
-    assert [sample.row for sample in shown.samples] == list(explained.rows)
+    again = preview(limited, 4, first_rows=40)  # num_rows holds where more are asked for
+    for one in (shown, again):
+        assert [sample.row for sample in one.samples] == list(explained.rows)
 
 
 def test_a_pipeline_with_its_own_stages_and_nothing_kept(tmp_path: Path) -> None:

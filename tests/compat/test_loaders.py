@@ -264,6 +264,8 @@ def test_streams_cannot_be_shuffled_or_repeated(caplog: pytest.LogCaptureFixture
     with pytest.raises(ConfigError, match="a stream is read once"):
         loader(Stream(5), num_epochs=2)
     with caplog.at_level(logging.WARNING, "easypipe"):
+        loader(Stream(5), num_workers=1)
+        assert not caplog.text
         loader(Stream(5), num_workers=2)
     assert "num_workers=2, but one thread reads a stream" in caplog.text
     shared = [

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from easypipe import (
     ClassifyConfig,
     ModelConfig,
     OptimizerConfig,
+    PipelineConfig,
     RunConfig,
     TaskSpec,
     Trainer,
@@ -22,6 +24,7 @@ from easypipe import (
     UniversalDataModule,
     load_tokenizer,
 )
+from easypipe.compat.trainer import _pipeline
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.train.events import Callback, TrainEvent
@@ -178,3 +181,15 @@ def test_a_run_makes_the_passes_that_its_config_says(tmp_path: Path) -> None:
 def test_sizes_beside_a_loader_are_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=f"^{option}: has no effect on a loader that is given"):
         Trainer(None, TrainingConfig(), [], **{option: 4})
+
+
+def test_data_is_read_from_a_file_of_it_or_of_a_whole_run(tmp_path: Path) -> None:
+    data = {"datasets": [{"name": "a", "data_files": "a.jsonl"}], "seed": 3}
+    for values in (data, {"data": data, "train": {"steps": 5}}):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(values))
+        made = _pipeline("data", path, 64, 8)
+        assert made.pack is not None
+        assert made.load is not None
+        assert (made.seed, made.pack.seq_length, made.load.batch_size) == (3, 64, 8)
+        assert _pipeline("data", path, None, None) == from_dict(PipelineConfig, data)

@@ -35,6 +35,7 @@ def test_every_way_to_give_an_image_gives_the_same_pixels(tmp_path):
     ]
     ways += [
         {"bytes": png(PIXELS), "path": None},
+        {"bytes": png(PIXELS), "path": "a name within an archive.png"},
         {"bytes": None, "path": str(tmp_path / "a.png")},
         PIXELS.astype(np.float32) / 255,
     ]

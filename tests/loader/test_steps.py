@@ -56,6 +56,10 @@ def test_steps_are_those_of_a_loop(sizes, gaps, begin, num_rows):
     if num_rows >= begin[1]:
         assert (steps.full(num_rows), steps.needed(num_rows)) == (full, needed)
     assert steps.sizes == tuple(sorted(set(sizes[: len(points) + 1])))
+    for stop in (begin[0] - 3, begin[0], begin[0] + 40):
+        each = [size for count, size in steps.counts(stop) for _ in range(count)]
+        assert each == [steps.size(step) for step in range(begin[0], stop)]
+        assert all(count > 0 for count, _ in steps.counts(stop))
 
 
 # Batch size by step

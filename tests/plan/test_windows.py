@@ -253,6 +253,17 @@ def test_more_epochs_only_add_rows(made: tuple[list[PlanDataset], PlanSpec], mor
     assert Plan(datasets, longer, short.checkpoints()).num_rows == long.num_rows
 
 
+def test_a_state_behind_the_last_epoch_is_not_begun_from() -> None:
+    parts, spec = CUT_BY_TOKENS
+    rows = Plan(parts, spec).num_rows
+    assert rows is not None
+    state = Plan(parts, dataclasses.replace(spec, num_epochs=3)).state_at(rows + 40)
+    assert (state.epoch, any(state.drawn)) == (1, True)
+    plan = Plan(parts, spec)
+    plan.resume(state)
+    assert plan.num_rows == rows
+
+
 def test_epochs_are_permuted_anew() -> None:
     spec = PlanSpec(seed=1, weights=(1,), stop="all_exhausted", num_epochs=3, window_docs=16)
     plan = Plan([dataset("a", [4] * 40)], spec)

@@ -366,6 +366,8 @@ def test_meshes_and_batches_that_do_not_fit_say_what_would():
         r"Use 8 or 12 rows",
     ):
         check_batch_size(10, MESH, 4)
+    with pytest.raises(PlacementError, match=r"3 rows do not .*\. Use 4 rows\."):
+        check_batch_size(3, MESH, 4)
     for rows in (8, 12):
         check_batch_size(rows, MESH, 4)
 
