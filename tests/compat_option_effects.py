@@ -237,10 +237,10 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "a part of the rows, as DatasetConfig has it",
         ),
         "image_column": Effect(
-            "output", _IMAGES + "test_options_of_the_data", "where images stand"
+            "output", _IMAGES + "test_options_of_the_data", "the column of images"
         ),
         "label_column": Effect(
-            "output", _IMAGES + "test_options_of_the_data", "where labels stand"
+            "output", _IMAGES + "test_options_of_the_data", "the column of labels"
         ),
         "classes": Effect(
             "output", _IMAGES + "test_labels_may_be_names", "the numbers of labels that are names"

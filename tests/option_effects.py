@@ -294,7 +294,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "chat_template_kwargs": Effect(
             "output+error",
             "transforms/test_trl_shapes.py::test_chat_template_kwargs_of_rows_and_of_datasets",
-            "what templates are told beside messages",
+            "what templates receive in addition to messages",
         ),
         "train_empty_thinking": Effect(
             "output+error",
@@ -347,7 +347,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "aligned_columns": Effect(
             "output+error",
             "loader/test_aligned.py::test_values_stand_where_their_tokens_do",
-            "columns of values that stand in batches beside their tokens",
+            "columns of values that are in batches beside their tokens",
         ),
         "cache_path": Effect(
             "files",
@@ -372,7 +372,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "stages/test_cache_writer.py::test_the_budget_is_charged_in_shard_order",
             "stop at the first bad row after so many, over all shards in order",
             "the same, each counted once in the run; of several processes each counts its own "
-            "streams, and what a restored state knows",
+            "streams, and what a restored state has counted",
         ),
         "save_path": Effect(
             "files",
@@ -423,7 +423,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "input_columns": Effect(
             "output",
             "transforms/test_prompts.py::test_template_input_columns_and_label_column_say_what_is_written",
-            "what is read beside the label",
+            "what is read in addition to the label",
         ),
         "label_column": Effect(
             "output",
@@ -494,7 +494,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "chat_template_kwargs": Effect(
             "output+error",
             "transforms/test_trl_shapes.py::test_chat_template_kwargs_of_rows_and_of_datasets",
-            "what templates are told beside messages",
+            "what templates receive in addition to messages",
         ),
         "train_empty_thinking": Effect(
             "output+error",
@@ -526,7 +526,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "separator": Effect(
             "output",
             "transforms/test_prompts.py::test_few_shot_examples_stand_in_front_and_are_never_trained",
-            "what stands between them in texts without messages",
+            "what is put between them in texts without messages",
         ),
     },
     "LengthPolicy": {
@@ -656,7 +656,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "remove_columns": Effect(
             "files",
             "stages/test_formats.py::test_remove_columns_keeps_the_others",
-            "which columns do not stay beside saved tokens",
+            "which columns are not kept beside saved tokens",
             NO_SAVE,
         ),
     },

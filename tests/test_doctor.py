@@ -154,7 +154,7 @@ def test_what_a_killed_process_left(project: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(storage, "_sweep", lambda *_: 0)
     finding = of_data(project, "a kill while preparing")
     assert finding.state == "FAILED"
-    assert "left by a killed process, and stays" in finding.says
+    assert "left by a killed process, and not removed" in finding.says
 
 
 def test_rows_on_the_wrong_device(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_leaky_attention(project: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Decoder, "hidden", leaky)
     finding = of_model(project, "no document sees another")
     assert finding.state == "FAILED"
-    assert "where the tokens of document 1 are others" in finding.says
+    assert "when the tokens of document 1 change" in finding.says
     assert of_model(project / "again", "packing keeps the loss").state == "FAILED"
 
 

@@ -198,7 +198,7 @@ def test_changed_rows_and_no_tokenizer() -> None:
         1,
         tuple(range(18, 26)),
     )
-    assert loader.explain(0).notes == ("no text: this loader knows no tokenizer",)
+    assert loader.explain(0).notes == ("no text: this loader has no tokenizer",)
     assert loader.explain(0).rows[0].segments[0].spans is None
 
 
@@ -282,7 +282,7 @@ def test_the_command_takes_the_seed_of_the_run(
     del values["data"]["seed"]
     run_yaml.write_text(yaml.safe_dump(values))
     assert main(["explain", str(run_yaml), "--step", "3"]) == 2
-    assert "data.seed: none is given, so every run draws its own order" in capsys.readouterr().err
+    assert "data.seed: not given, so every run draws its own order" in capsys.readouterr().err
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.yaml").write_text("data: {seed: 7}")
     assert main(["explain", str(run_yaml), "--step", "3", "--json"]) == 0
@@ -304,7 +304,7 @@ def test_streaming_is_refused_with_a_reason(
 ) -> None:
     assert main(["explain", str(run_yaml), "--step", "3", "--set", "data.streaming=true"]) == 2
     assert (
-        "streaming: its batches are found only by reading what stands before them"
+        "streaming: its batches are found only by reading all the batches before them"
         in capsys.readouterr().err
     )
 

@@ -209,7 +209,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     assert found.reason == "not_a_list: messages are text"
     with pytest.raises(ConfigError, match="neither a file"):
         masks(tmp_path / "none.jinja")
-    with pytest.raises(ConfigError, match="chat_template: has no effect beside a template alone"):
+    with pytest.raises(ConfigError, match="chat_template: has no effect with a template alone"):
         masks("chatml", chat_template="zephyr")
     with pytest.raises(EasypipeError, match="line 1 is not Jinja"):
         masks("{% for %}")

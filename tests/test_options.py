@@ -262,7 +262,7 @@ def test_include_segment_ids_false_leaves_the_column_out(
         )
 
     whole, without = batches(), batches(include_segment_ids=False)
-    assert "documents that stand in one row see each other" in caplog.text
+    assert "documents in one row see each other" in caplog.text
     for one, other in zip(whole, without, strict=True):
         assert set(one) - set(other) == {"segment_ids"}
         assert all((one[name] == other[name]).all() for name in other)

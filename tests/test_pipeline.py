@@ -358,7 +358,7 @@ def test_validate_and_from_config_say_the_same(tmp_path: Path) -> None:
         ),
         (
             {"datasets": [{"data_files": "x", "num_rows": 0}]},
-            "datasets[0].num_rows: 0 rows are none",
+            "datasets[0].num_rows: 0 rows are too few",
         ),
         (
             {"datasets": [{"data_files": "x", "max_bad_rows": 3}]},
@@ -399,7 +399,7 @@ def test_an_unseeded_pipeline_draws_a_seed_and_says_which(
     with caplog.at_level(logging.WARNING, "easypipe"):
         pipeline = Pipeline(whole(tmp_path, seed=None))
     seed = pipeline.get_context().seed
-    assert f"seed: none was given, drew {seed}; set seed={seed} to repeat this run" in caplog.text
+    assert f"seed: not given, drew {seed}; set seed={seed} to repeat this run" in caplog.text
     assert pipeline.get_context().config.seed == seed
     laws.assert_same_batches(batches(pipeline), batches(Pipeline(whole(tmp_path, seed=seed))))
 

@@ -308,7 +308,7 @@ def test_what_max_length_cut_is_said(tmp_path: Path) -> None:
     for sample in made(tmp_path, rows, 30, tokenizer_kwargs={"max_length": 20}).samples:
         [segment] = sample.segments
         count = len(encode(rows[segment.segment.row]["text"]))
-        said = f"the row makes {count} tokens, of which max_length 20 leaves 20 in this document"
+        said = f"the row has {count} tokens, and max_length 20 leaves 20 of them in this document"
         assert segment.cuts == ((said,) if count > 20 else ())
     total = sum(len(encode(row["text"])) for row in rows)
     cut = sum(max(len(encode(row["text"])) - 20, 0) for row in rows)

@@ -160,7 +160,7 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     r"does not record what data was read in steps 1 to 9\. Only a run that records its changes": (
         lambda folder: SPAN.built()
     ),
-    r"train\.callbacks\.x: the loss gives no 'los' .*Did you mean 'loss'\?": (
+    r"train\.callbacks\.x: the loss does not return 'los' .*Did you mean 'loss'\?": (
         lambda folder: value_of({"loss": 1.0, "eval": {}}, "los", "train.callbacks.x")
     ),
     r"format_callback: 'call' is not a function\. Give a function": (
@@ -185,11 +185,11 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     r"mix: dataset 'pairs' holds pairs of answers, and 'texts' does not\. Train on them in two": (
         two_kinds
     ),
-    r"rejected_column: there is none, so rows are not pairs\. Name it, or use encode\.": (
+    r"rejected_column: not given, so rows are not pairs\. Name it, or use encode\.": (
         lambda folder: engine().encode_pair({"prompt": "a", "completion": "b"})
     ),
     r"metrics\.note: 'good' is not a number\. Put it into custom_state\.": saved_without_numbers,
-    r"image_shape: \(0, 4, 3\) is no \(height, width, channels\)\. Give sizes from 1\.": (
+    r"image_shape: \(0, 4, 3\) is not \(height, width, channels\)\. Give sizes from 1\.": (
         lambda folder: ClassifierConfig(image_shape=(0, 4, 3))
     ),
     r"generation_kwargs\.top: is not an option of generate .*Did you mean 'top_": (

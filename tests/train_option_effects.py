@@ -231,7 +231,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "weight": Effect(
             "output",
             _DISTILL + "test_the_loss_is_the_divergence_by_hand",
-            "what the teacher counts beside the labels",
+            "how much the teacher counts, compared with the labels",
         ),
         "ids": Effect(
             "output+error",
@@ -322,7 +322,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             ("num_fewshot", "examples before each question"),
             ("chat", "asked by the chat template"),
             ("batch_size", "rows that are read at once"),
-            ("max_length", "what stands further left is cut"),
+            ("max_length", "what is further left is cut"),
         )
     },
     "SamplesConfig": {

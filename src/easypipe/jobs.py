@@ -123,7 +123,7 @@ def file_values(path: str | Path, overrides: Sequence[str]) -> JsonObject:
         require(
             head != "data" or not rest or not equals,
             key,
-            f"{path} is a pipeline config, whose keys stand without data.",
+            f"{path} is a pipeline config, whose keys are written without `data.`",
             f"Write --set {rest}={value}.",
         )
         require(
@@ -336,7 +336,7 @@ def _check_held_out(at: str, entry: Settings) -> None:
         require(
             key in FROM_DATA,
             f"{at}.{key}",
-            "has no effect beside from",
+            "has no effect together with from",
             "Leave it out.",
             have=sorted(FROM_DATA),
         )
@@ -456,8 +456,8 @@ def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> No
                 # Rows in memory have the name of their dataset, so their names say nothing.
                 if shard.name in trained and not kept and shard.name != name:
                     log.warning(
-                        "eval.%s: its rows of %s are trained on too, so its loss says little of "
-                        "new text",
+                        "eval.%s: its rows of %s are trained on too, so its loss says little "
+                        "about new text",
                         entry,
                         shard.name,
                     )

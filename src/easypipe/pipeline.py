@@ -104,7 +104,7 @@ class Pipeline:
         config = config.named()
         if config.seed is None:
             seed = draw_seed()
-            log.warning("seed: none was given, drew %d; set seed=%d to repeat this run", seed, seed)
+            log.warning("seed: not given, drew %d; set seed=%d to repeat this run", seed, seed)
             config = dataclasses.replace(config, seed=seed)
         assert config.seed is not None
         folder = cache_folder(config.cache_dir, config.cache)
@@ -600,7 +600,7 @@ class Pipeline:
             "Return {name: source}.",
         )
         if not made:
-            problem = f"stage {stage.name!r} is the first, and gives no source"
+            problem = f"stage {stage.name!r} is the first, but returns no source"
             raise StageOrderError(
                 at="", problem=problem, fix="Call source() before it, or return {name: source}."
             )

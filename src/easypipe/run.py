@@ -91,7 +91,7 @@ class RunConfig:
         require(
             "data" in values or "datasets" not in values,
             str(path),
-            "is a pipeline config, which says nothing of a model and its training",
+            "is a pipeline config, which says nothing about a model and its training",
             "Put its keys under data: in a run config (data, model, train, eval); `easypipe init` "
             "writes one.",
         )
@@ -416,7 +416,7 @@ def _check_teacher(run: RunConfig, at: str, columns: Collection[str]) -> None:
         require(
             name in columns,
             at,
-            f"has no column {name!r} beside its tokens, to which train.distill draws the model",
+            f"has no column {name!r} beside its tokens, which train.distill reads",
             "Name it in aligned_columns of the dataset, whose rows are tokens (input_ids).",
             have=sorted(columns),
         )
@@ -439,7 +439,7 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
             require(
                 DESIRABLE.name in info_of(source).aligned,
                 "train.preference.loss",
-                f"{preference.loss} takes answers that are judged each for itself, and the rows "
+                f"{preference.loss} needs answers that are judged one by one, but the rows "
                 f"hold {'pairs of answers' if paired else 'no verdicts'} ({at})",
                 "Name desirable_field (prompt.desirable_column), or choose another loss.",
             )
@@ -520,7 +520,7 @@ def with_vocabulary(
             "model.pretrained",
             found.config,
             info,
-            "Leave data.default_tokenizer out, and its own is taken.",
+            "Leave data.default_tokenizer out to use the model's own tokenizer.",
         )
         if model.add_tokens:
             known = load_tokenizer(info.tokenizer)
@@ -560,7 +560,7 @@ def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
         at,
         f"its tokenizer {held_out.tokenizer!r} is not the one of the training data, "
         f"{train.tokenizer!r}",
-        "Leave its tokenizer out, and it takes that of the data.",
+        "Leave its tokenizer out to use the tokenizer of the data.",
     )
 
 
@@ -577,7 +577,7 @@ def _completed(run: RunConfig) -> RunConfig:
     seed = recorded_seed(run.train.output_dir)
     if seed is not None:
         log.info(
-            "data.seed: none was given, going on with %d of the run in %s",
+            "data.seed: not given, continuing with %d of the run in %s",
             seed,
             run.train.output_dir,
         )

@@ -186,7 +186,7 @@ def _command(arguments: Sequence[str]) -> tuple[bool, str, bool]:
     shown = err.getvalue()
     said = shown.partition("easypipe: ")[2] or shown or out.getvalue() if code else ""
     said = said.replace("\neasypipe:   ", "\n")  # notes behind the error
-    bare = "Traceback" in shown or "This is not what should happen" in said
+    bare = "Traceback" in shown or "This is a bug in easypipe" in said
     return code != 0, said.strip(), not bare
 
 

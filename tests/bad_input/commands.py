@@ -102,7 +102,7 @@ FOLDERS = [
     ),
     wrong(
         "a pipe",
-        "a.jsonl: is a pipe, a socket or a device … Copy what it gives into a file.",
+        "a.jsonl: is a pipe, a socket or a device … Copy its content into a file.",
         lambda folder: os.mkfifo(folder / "a.jsonl"),
         datasets__0__data_files="a.jsonl",
     ),
@@ -143,7 +143,7 @@ FOLDERS = [
         datasets__0__data_files="mixed",
     ),
     wrong(
-        "a folder of a file that is empty beside good ones",
+        "a folder with an empty file beside good ones",
         "half/b.jsonl: is empty",
         lambda folder: (
             (folder / "half").mkdir(),

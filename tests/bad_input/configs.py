@@ -31,7 +31,7 @@ FILES = [
     text("tabs", "run.yaml", "datasets:\n\t- name: web\n"),
     text("a key twice", "run.yaml … line 2", "seed: 1\nseed: 2\n"),
     text(
-        "a merge twice", "line 3 … '<<' stands twice", "pack:\n  <<: {seq_length: 32}\n  <<: {}\n"
+        "a merge twice", "line 3 … '<<' appears twice", "pack:\n  <<: {seq_length: 32}\n  <<: {}\n"
     ),
     text("two documents", "run.yaml", "seed: 1\n---\nseed: 2\n"),
     text("a tag of Python", "run.yaml", "seed: !!python/object/apply:os.system ['true']\n"),
@@ -85,7 +85,7 @@ FILES = [
         "eval.web.fraction",
         "data: " + WHOLE % "seed: 1" + "\neval: {web: {from: data, fraction: 1.5}}\ntrain: {}\n",
     ),
-    text("task that is none", "task", "task: 5\n"),
+    text("task that is a number", "task", "task: 5\n"),
     *(
         Case(
             f"a run without steps on data without end: `easypipe {command}`",

@@ -160,10 +160,10 @@ def row(what: str, says: str | None, **columns: Any) -> Case:
 
 LISTS = "expected lists of integers … Give such lists"
 TOKEN_ROWS = [
-    row("a mask that is too short", "row 0, column 'loss_mask': another length", loss_mask=[1]),
+    row("a mask that is too short", "row 0, column 'loss_mask': not as long", loss_mask=[1]),
     row("a mask of fractions", LISTS, loss_mask=[0, 0.5, 1, 1]),
     row("a mask that is a text", LISTS, loss_mask="1111"),
-    row("labels that are too short", "row 0, column 'labels': another length", labels=[1]),
+    row("labels that are too short", "row 0, column 'labels': not as long", labels=[1]),
     row("labels that are shifted", "row 0, column 'labels': token 0", labels=[2, 3, 4, 5]),
     row("a null among the tokens", "row 0, column 'input_ids': a null", input_ids=[1, None]),
     row("tokens that are true and false", LISTS, input_ids=[True, False]),

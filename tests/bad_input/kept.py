@@ -78,7 +78,7 @@ TOKENIZERS = [
         tokenizer__json=definition(lambda values: values["model"].update(vocab={})),
     ),
     tokens(
-        "tokenizer.json whose merges are none",
+        "tokenizer.json with invalid merges",
         FILE,
         tokenizer__json=definition(lambda values: values["model"].update(merges=[["x", "yy"]])),
     ),

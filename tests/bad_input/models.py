@@ -76,7 +76,7 @@ MODELS = [
         f"{AT}layer_types: 5 is not a list",
         {**QWEN, "sliding_window": 4, "layer_types": 5},
     ),
-    model("a model that nobody knows", f"{AT}model_type 'zeta' is not", {"model_type": "zeta"}),
+    model("an unknown model", f"{AT}model_type 'zeta' is not", {"model_type": "zeta"}),
     model("10^9 layers", "num_layers: 1000000000 is too large", {"num_hidden_layers": 10**9}),
     model("no weights", "m/model.safetensors: no such file"),
     model(

@@ -51,7 +51,7 @@ CHATS = [
     chat("the role is null", AT, [{"role": None, "content": "x"}, ANSWER]),
     chat("the role is a number", AT, [{"role": 5, "content": "x"}, ANSWER]),
     chat("the role is empty", AT, [{"role": "", "content": "x"}, ANSWER]),
-    chat("a role that nobody knows", None, [{"role": "narrator", "content": "x"}, ANSWER]),
+    chat("an unknown role", None, [{"role": "narrator", "content": "x"}, ANSWER]),
     chat("a role with terminal escapes", None, [{"role": "\x1b[31m", "content": "x"}, ANSWER]),
     chat("the content is null", AT, [{"role": "user", "content": None}, ANSWER]),
     chat("the content is a number", AT, [{"role": "user", "content": 5}, ANSWER]),
@@ -86,7 +86,7 @@ CHATS = [
     chat("no turn of the assistant", None, [USER]),
     chat("two turns of the user", None, [USER, USER, ANSWER]),
     chat("the system message comes last", None, [USER, ANSWER, {"role": "system", "content": "x"}]),
-    chat("keys that nobody knows", None, [USER | {"colour": 1}, ANSWER]),
+    chat("unknown keys", None, [USER | {"colour": 1}, ANSWER]),
     chat("`train` is a text", AT, [USER, ANSWER | {"train": "yes"}]),
     chat(
         "tool calls are a text",
@@ -174,7 +174,7 @@ CHATS = [
         options=options(data_files="chat.jsonl", content_field="messages", chat_template="chatml"),
     ),
     Case(
-        "roles that are nobody's",
+        "roles that no message has",
         "chat.jsonl, row 0 … its messages are from 'human', 'gpt'",
         files={
             "chat.jsonl": lines(
@@ -242,7 +242,7 @@ TEMPLATES = [
     template("that is a file of noise", "chat_template", "chat.jsonl"),
     template("that is not there", "datasets[0].chat_template", "nowhere.jinja"),
     template("by a name with a slip", "Did you mean 'chatml'", "chatlm"),
-    template("with a day that is none", "template_date", "chatml", template_date="2026-13-45"),
+    template("with an invalid date", "template_date", "chatml", template_date="2026-13-45"),
 ]
 PC = {"format_type": "prompt_completion"}
 PAIRS = [
@@ -327,7 +327,7 @@ PAIRS = [
         template="chatml",
         roles={"bot": "asistant"},
     ),
-    prompt("few-shot examples that are none", "few_shot", {}, few_shot={"examples": []}, **PC),
+    prompt("few-shot without examples", "few_shot", {}, few_shot={"examples": []}, **PC),
     prompt(
         "few-shot examples without the column",
         "few_shot",

@@ -44,7 +44,7 @@ TARS = [
     webdataset("packed within", "a.tar: not a tar file", tar(*TEXTS, compression="gz")),
     webdataset("noise", "a.tar: not a tar file", bytes(range(256)) * 8),
     webdataset(
-        "a size that is none",
+        "an invalid size",
         "a.tar: not a tar file",
         tar(*TEXTS)[:124] + b"77777777777\0" + tar(*TEXTS)[136:],
     ),
@@ -149,7 +149,7 @@ VERDICTS = [
     beside("fewer values than tokens", "t.jsonl, row 0", {"input_ids": [1, 2], "w": [1.0]}),
     beside("values that are texts", "column 'w'", {"input_ids": [1], "w": ["a"]}),
     beside("a null among the values", "t.jsonl, row 0", {"input_ids": [1, 2], "w": [1.0, None]}),
-    beside("values beside text", "aligned_columns", {"text": "a b", "w": [1.0]}),
+    beside("values in addition to text", "aligned_columns", {"text": "a b", "w": [1.0]}),
     beside("tokens below zero", "t.jsonl, row 0", {"input_ids": [-1, 2], "w": [1, 2]}),
     beside("tokens beyond int32", "t.jsonl", {"input_ids": [2**40, 2], "w": [1, 2]}),
     beside(

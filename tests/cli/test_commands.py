@@ -221,7 +221,7 @@ def test_failures_that_are_not_the_users_exit_with_1(
     monkeypatch.setattr("easypipe.jobs.prepare_data", lambda *_, **__: 1 / 0)
     assert main(["prepare", str(pipeline_yaml)]) == 1
     assert (
-        "ZeroDivisionError: division by zero. This is not what should happen; run again with "
+        "ZeroDivisionError: division by zero. This is a bug in easypipe; run again with "
         "--debug" in capsys.readouterr().err
     )
 
@@ -234,7 +234,7 @@ def test_ctrl_c_leaves_what_is_committed(
 
     monkeypatch.setattr("easypipe.jobs.prepare_data", interrupted)
     assert main(["prepare", str(pipeline_yaml)]) == 130
-    assert "stopped; run the same command again to go on" in capsys.readouterr().err
+    assert "stopped; run the same command again to continue" in capsys.readouterr().err
 
 
 def test_sigterm_stops_a_command_with_a_word(pipeline_yaml: Path) -> None:
@@ -254,7 +254,7 @@ def test_sigterm_stops_a_command_with_a_word(pipeline_yaml: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert said.endswith("easypipe: stopped; run the same command again to go on\n")
+    assert said.endswith("easypipe: stopped; run the same command again to continue\n")
 
 
 @pytest.mark.parametrize("unread", ["tokenizer/tokenizer.json", "cache/tokens/*/*.arrow"])
@@ -305,7 +305,7 @@ def test_ctrl_c_before_a_command_began_is_no_traceback(
 
     monkeypatch.setitem(sys.modules, "easypipe.cli.app", Loading())
     assert main(["--version"]) == 130
-    assert capsys.readouterr().err == "easypipe: stopped; run the same command again to go on\n"
+    assert capsys.readouterr().err == "easypipe: stopped; run the same command again to continue\n"
 
 
 def test_train_and_its_refusals(
@@ -352,7 +352,7 @@ def test_train_and_its_refusals(
     assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["data"]["seed"] is not None
     # finished: nothing is trained again, the drawn seed is remembered
     assert main(["train", str(path), "--samples", "0"]) == 0
-    assert "all 4 steps are trained; to train on, set" in capsys.readouterr().out
+    assert "all 4 steps are trained; to continue, set" in capsys.readouterr().out
     assert main(["train", str(path), "--samples", "1", "--prompt", "the quick"]) == 0
     told = capsys.readouterr().out
     assert "texts by the model, which begin with 'the quick':\n  » 'the quick" in told

@@ -47,7 +47,7 @@ def test_a_locale_of_ascii_shows_names_as_numbers(tmp_path: Path) -> None:
             "a",
             data,
             2,
-            "'seed=\\udce4' is not text of UTF-8. Write it in UTF-8.",
+            "'seed=\\udce4' is not valid UTF-8. Write it in UTF-8.",
             "--set",
             b"seed=\xe4",
         ),

@@ -202,7 +202,7 @@ def test_killed_in_the_middle_of_everything(
         if not reached():  # what a slow watcher let pass is no moment any more
             kill_when(reached, *arguments, cwd=tmp_path, env=keeps)
     text = run(*arguments, cwd=tmp_path, env=keeps)
-    assert "training goes on from step" in text
+    assert "training continues from step" in text
     assert curve(folder) == curve(whole[0])
     assert saved(folder) == saved(whole[0])
 

@@ -346,7 +346,7 @@ def test_progress_without_a_terminal(
             "reward of desirable answers 0.250",
         ),
         ({"ppl": 2.0}, "ppl 2.0"),
-        ({"loss": 2500.0, "ppl": None}, "ppl beyond any number"),  # ipo with a small beta
+        ({"loss": 2500.0, "ppl": None}, "ppl too large for a number"),  # ipo with a small beta
     ],
 )
 def test_evaluations_are_told(seen: dict[str, float | None], told: str) -> None:
@@ -484,7 +484,7 @@ def test_every_number_of_a_preparation_is_printed(monkeypatch: pytest.MonkeyPatc
 
 def test_one_set_for_each_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "config.yaml", "--set", "seed=1", "load.batch_size=2"]) == 2
-    assert "each key takes a --set of its own: --set load.batch_size=2" in capsys.readouterr().err
+    assert "each key needs its own --set: --set load.batch_size=2" in capsys.readouterr().err
 
 
 def test_no_row_is_not_told_as_a_full_one(

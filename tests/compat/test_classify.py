@@ -285,7 +285,7 @@ def test_labels_may_be_names(tmp_path: Path) -> None:
     assert other.run.model.num_classes == 4
     with pytest.raises(
         SourceError,
-        match=r"data_files, row 0, column 'name': label 'cat' is none of the classes \(have: ant, "
+        match=r"data_files, row 0, column 'name': label 'cat' is not one of the classes \(have: ant, "
         r"bee\)",
     ):
         classify.inputs_of(config(tmp_path, {**data, "classes": ["ant", "bee"]}))
@@ -421,7 +421,7 @@ def test_the_logits_are_those_of_the_network_that_is_described() -> None:
         ({"data": {"label_column": "image"}}, "data.label_column: is the image_column too"),
         (
             {"data": {"val_split": 0.5, "val_files": "x.parquet"}},
-            "data.val_split: has no effect beside val_files",
+            "data.val_split: has no effect together with val_files",
         ),
         ({"data": {"val_split": 1.0}}, "data.val_split: 1.0 is not a share of the rows"),
         (
@@ -433,7 +433,7 @@ def test_the_logits_are_those_of_the_network_that_is_described() -> None:
         ({"data": {"batch_size": 21}}, "21"),
         (
             {"task": TASK | {"modality": "audio"}},
-            "task.modality: 'audio' is nothing that is trained from a config",
+            "task.modality: 'audio' cannot be trained from a config",
         ),
         ({"task": TASK | {"task_type": "regression"}}, "task.task_type: 'regression'"),
         (
@@ -509,7 +509,7 @@ def test_what_does_not_fit_is_refused_by_its_key(
     ("labels", "message"),
     [
         ([0, 1, None, 1], "data_files, row 2, column 'label': there is no label"),
-        ([0, 1, -1, 1], "data_files, row 2, column 'label': label -1 is none of the classes"),
+        ([0, 1, -1, 1], "data_files, row 2, column 'label': label -1 is not one of the classes"),
         ([0.5, 1.0, 1.0, 1.0], "data_files, column 'label': holds double, not classes"),
     ],
 )
@@ -529,7 +529,9 @@ def test_a_bad_image_names_its_row(tmp_path: Path) -> None:
         classify.inputs_of(
             config(tmp_path, {"split": "train[:4]"}, task=TASK | {"options": {"channels": 1}})
         )
-    with pytest.raises(SourceError, match="data_files, row 4, column 'image': there is none"):
+    with pytest.raises(
+        SourceError, match="data_files, row 4, column 'image': the row has no image"
+    ):
         Images(config(tmp_path).data, "data_files").rows(None)[4]
     known = table(tmp_path / "val.parquet")
     images = [{"image": np.zeros((4, 4), np.uint8).tolist(), "label": i % 2} for i in range(8)]
@@ -573,11 +575,14 @@ def test_commands_know_what_such_a_config_is(
     assert main(["plan", str(path), "--no-prepare"]) == 2
     assert "--no-prepare: images have no tokens to prepare" in capsys.readouterr().err
     assert main(["train", str(path), "--prompt", "x"]) == 2
-    assert "--prompt: begins texts, and this run is on images" in capsys.readouterr().err
+    assert (
+        "--prompt: is the beginning of generated texts, but this run is on images"
+        in capsys.readouterr().err
+    )
     for command in (["prepare"], ["preview"], ["explain", "--step", "0"]):
         assert main([command[0], str(path), *command[1:]]) == 2
         assert (
-            "task: a run on images, of which this command knows nothing. For such runs there are "
+            "task: this is a run on images, which this command does not support. Use "
             "`easypipe train`" in capsys.readouterr().err
         )
     path.write_text(yaml.safe_dump(values | {"modle": {}}))

@@ -346,7 +346,9 @@ def test_options_of_the_sections() -> None:
     with pytest.raises(ConfigError, match=r"dataloader.collate_fn: the rows are text"):
         DataPipelineConfig(**(values() | {"dataloader": DataLoaderConfig(collate_fn=len)}))
     for name in ("subset", "revision"):
-        with pytest.raises(ConfigError, match=f"dataset.{name}: has no effect beside data_files"):
+        with pytest.raises(
+            ConfigError, match=f"dataset.{name}: has no effect together with data_files"
+        ):
             DataPipelineConfig(
                 **(values() | {"dataset": {"name": "a", "data_files": {"train": "a"}, name: "b"}})
             )

@@ -317,13 +317,13 @@ def test_skip_errors(engine: PromptEngine, caplog: pytest.LogCaptureFixture) -> 
 
 def test_what_is_no_dataset_is_refused(engine: PromptEngine) -> None:
     with pytest.raises(
-        ConfigError, match=r"Stream gives no rows by number. Use create_preprocessed_dataset"
+        ConfigError, match=r"Stream does not return rows by number. Use create_preprocessed_dataset"
     ):
         PreprocessedDataset(Stream(ROWS), engine)
     with pytest.raises(ConfigError, match="can be read once, and every iteration begins anew"):
         StreamingPreprocessedDataset(iter(ROWS), engine)
     for kind in (PreprocessedDataset, StreamingPreprocessedDataset):
-        with pytest.raises(ConfigError, match="prompt_engine: str encodes no rows"):
+        with pytest.raises(ConfigError, match="prompt_engine: str does not encode rows"):
             kind(Stream(ROWS), "an engine")
     for options, message in (
         ({"buffer_size": -1}, "buffer_size: -1"),

@@ -437,7 +437,7 @@ def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
         match=r"tokenizer: it has 301 tokens, and .*t, which it names, has 300\. Write it",
     ):
         UniversalDataModule(rows, tokenizer=Theirs(1), batch_size=8, seed=1).train_dataloader()
-    with pytest.raises(TokenizerError, match="Theirs names none"):
+    with pytest.raises(TokenizerError, match="Theirs does not name a tokenizer"):
         PromptEngine(Theirs(0))  # pyright: ignore[reportArgumentType]
     assert (
         PromptEngine(tmp_path / "t", PromptConfig(format_type="text"))
@@ -453,20 +453,23 @@ def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
             {"train_data": [{"body": "a"}], "tokenizer": "x"},
             r"tokenizer: has no effect: .*have: body\)\. Name the column of text 'text'",
         ),
-        ({"train_data": [{"messages": []}]}, "tokenizer: the rows are text, and there is none"),
+        (
+            {"train_data": [{"messages": []}]},
+            "tokenizer: the rows are text, but no tokenizer is given",
+        ),
         ({"val_split": 1.0}, "val_split: 1.0 is not a share of the rows"),
         ({"train_data": []}, "train_data: has no rows"),
-        ({"train_data": iter([1])}, "train_data: list_iterator gives no rows by number"),
+        ({"train_data": iter([1])}, "train_data: list_iterator does not return rows by number"),
         (
             {"batch_size": 101},
             "load.batch_size: 101, but 'loader of MyDataset' has 100 rows: no batch is ever full",
         ),
-        ({"train_data": object()}, "train_data: object gives no rows by number"),
+        ({"train_data": object()}, "train_data: object does not return rows by number"),
         (
             {"train_data": {"train": [1]}},
             r"train_data: dict holds columns or splits by name.*have: train",
         ),
-        ({"train_data": WIKI}, "tokenizer: the rows are text, and there is none"),
+        ({"train_data": WIKI}, "tokenizer: the rows are text, but no tokenizer is given"),
         ({"max_length": 5}, "max_length: cuts texts that are encoded here"),
         ({"batchsize": 5}, "batchsize: unknown key"),
         (

@@ -227,7 +227,7 @@ def test_errors_of_a_dataset_name_the_row():
     with pytest.raises(RuntimeError, match="a bad sector") as error:
         list(loader(Broken()))
     assert any("row 13" in note for note in error.value.__notes__)
-    with pytest.raises(ConfigError, match="there are none at rest"):
+    with pytest.raises(ConfigError, match="they cannot be inspected"):
         next(iter(loader().map_rows(lambda columns, key: None, version="1")))
 
 
@@ -355,7 +355,7 @@ def test_configs_that_mean_nothing_are_refused(options, message):
 
 
 def test_what_is_no_dataset_is_refused():
-    with pytest.raises(ConfigError, match="dataset: int gives no rows by number"):
+    with pytest.raises(ConfigError, match="dataset: int does not return rows by number"):
         loader(5)
 
 
@@ -375,7 +375,7 @@ def test_a_ranks_batch_is_explained_by_the_documents_that_stand_in_it(tmp_path):
 
 
 def test_a_path_is_no_dataset():
-    with pytest.raises(ConfigError, match=r"dataset: 'rows\.jsonl' gives no rows by number"):
+    with pytest.raises(ConfigError, match=r"dataset: 'rows\.jsonl' does not return rows by number"):
         DataLoaderBuilder().with_dataset("rows.jsonl").build()
 
 

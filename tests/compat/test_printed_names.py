@@ -282,7 +282,7 @@ def test_a_tokenizer_of_ones_own_encodes_rows_of_text() -> None:
     assert made["input_ids"].tolist() == [[97, 98], [97, 3]]  # EOS pads where there is no pad token
     with pytest.raises(
         SourceError,
-        match=r"tokenizer: Broken.encode gave str. Let it give a list of ids, or a dict with "
+        match=r"tokenizer: Broken.encode returned str. Let it return a list of ids, or a dict with "
         r"input_ids",
     ):
         LanguageModelingDataCollator(type("Broken", (), {"encode": lambda self, text: text})())(
@@ -325,9 +325,9 @@ def test_a_prompt_engine_of_ones_own_is_an_encode() -> None:
     nothing = type("Nothing", (), {"encode": lambda self, row: [1]})()
     with pytest.raises(
         SourceError,
-        match=r"row 1: Nothing.encode gave no input_ids \(have: list\)\. Let encode\(row\) give a "
+        match=r"row 1: Nothing.encode returned no input_ids \(have: list\)\. Let encode\(row\) return a "
         r"dict",
     ):
         PreprocessedDataset([{"ids": [2]}] * 2, nothing)[1]
-    with pytest.raises(ConfigError, match="prompt_engine: int encodes no rows"):
+    with pytest.raises(ConfigError, match="prompt_engine: int does not encode rows"):
         PreprocessedDataset([], 3)  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def test_damage_of_any_shape(
         read_checked(path)
     with caplog.at_level(logging.WARNING, "easypipe"):
         assert recall_checked(path, dict, what="the plan") is None
-    assert f"the plan {path} is made again: damaged: it" in caplog.text
+    assert f"the plan {path} is rebuilt: damaged: it" in caplog.text
     commit_checked(path, VALUE)
     assert recall_checked(path, lambda found: found["states"], what="the plan") == VALUE["states"]
 
@@ -97,7 +97,7 @@ def test_one_that_stands_under_the_name_of_another_is_made_again(
     assert recall_checked(tmp_path / "a.json", dict, what="the plan") == VALUE
     (tmp_path / "a.json").rename(tmp_path / "b.json")
     assert recall_checked(tmp_path / "b.json", dict, what="the plan") is None
-    assert "b.json is made again: damaged: it was written as a.json" in caplog.text
+    assert "b.json is rebuilt: damaged: it was written as a.json" in caplog.text
     commit_checked(tmp_path / "c.json", VALUE)  # as earlier versions wrote them
     (tmp_path / "c.json").rename(tmp_path / "d.json")
     assert recall_checked(tmp_path / "d.json", dict, what="the plan") == VALUE

@@ -224,7 +224,7 @@ def test_yaml_numbers_and_duplicates(tmp_path: Any) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("lr: 1e-4\nname: 1e\nn: 3\n")
     assert load_yaml(path) == {"lr": 1e-4, "name": "1e", "n": 3}
-    with pytest.raises(ConfigError, match="key 'a' stands twice"):
+    with pytest.raises(ConfigError, match="key 'a' appears twice"):
         parse_yaml("a: 1\na: 2\n", at="x.yaml")
     assert parse_yaml("a: &a {b: 1, c: 2}\nd: {<<: *a, c: 3}\n", at="x.yaml")["d"] == {
         "b": 1,
@@ -235,7 +235,7 @@ def test_yaml_numbers_and_duplicates(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_yaml(tmp_path / "absent.yaml")
     path.write_bytes(b"lr: \xff")
-    with pytest.raises(ConfigError, match=r"not UTF-8 at byte 4\. Write the file anew"):
+    with pytest.raises(ConfigError, match=r"not UTF-8 at byte 4\. Save the file as UTF-8"):
         load_yaml(path)
 
 

@@ -79,11 +79,15 @@ def test_waits_double_up_to_the_longest(clock: Clock) -> None:
 
 def test_a_server_that_packs_is_given_up_sooner(clock: Clock) -> None:
     policy(attempts=8)
-    with pytest.raises(StorageError, match=r"gave up after 5 attempts .*the server packed it"):
-        remote.retrying(URL, Calls(clock, 0, 9, remote.PackedError("the server packed it (br)")))
+    with pytest.raises(StorageError, match=r"gave up after 5 attempts .*the server compressed it"):
+        remote.retrying(
+            URL, Calls(clock, 0, 9, remote.PackedError("the server compressed it (br)"))
+        )
     policy(attempts=2)
     with pytest.raises(StorageError, match="gave up after 2 attempts"):
-        remote.retrying(URL, Calls(clock, 0, 9, remote.PackedError("the server packed it (br)")))
+        remote.retrying(
+            URL, Calls(clock, 0, 9, remote.PackedError("the server compressed it (br)"))
+        )
 
 
 def test_waits_are_shortened_by_up_to_half(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

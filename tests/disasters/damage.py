@@ -154,7 +154,7 @@ class Damaged:
     def _came(self, outcome: Outcome, sound: Outcome, path: Path, again: bool) -> str:
         said = re.sub(r"\s", "", outcome.said)
         named = any(name in said for name in (path.name, path.parent.name, "loaderstate:"))
-        if outcome.code in (BARE, TOO_LONG) or "This is not what should happen" in outcome.said:
+        if outcome.code in (BARE, TOO_LONG) or "This is a bug in easypipe" in outcome.said:
             return "no error of ours"
         if outcome.code:
             return NAMED if named else "an error that does not name it"

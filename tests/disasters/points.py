@@ -132,7 +132,7 @@ class Trial:
     def _wrong(self, outcome: Outcome) -> str:
         if outcome.code == TOO_LONG:
             return "not done in EASYPIPE_PATIENCE_S"
-        if outcome.code == BARE or "This is not what should happen" in outcome.said:
+        if outcome.code == BARE or "This is a bug in easypipe" in outcome.said:
             return f"no error of ours: {outcome.said[-1500:]}"
         again = self._run(self.job)
         if again.code == TOO_LONG:

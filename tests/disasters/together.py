@@ -41,7 +41,7 @@ class Shared:
         outcomes = self._interposed.together(orders)
         for order, outcome in zip(orders, outcomes, strict=True):
             ended = outcome.code in (0, ERROR_OF_OURS, -9 if order.action == KILL else 0)
-            if not ended or "This is not what" in outcome.said:
+            if not ended or "This is a bug in easypipe" in outcome.said:
                 return f"{order.job}: {outcome.code}: {outcome.said[-2000:]}"
             if not _digests(outcome.said) <= self._digest:
                 return f"{order.job}: other batches"

@@ -342,7 +342,7 @@ def test_pieces_whose_rules_differ_in_some_texts_are_carried_with_a_warning(
     folder = pieces(tmp_path / "pieces", prefix=True)
     other = load_tokenizer(changed(folder, tmp_path / "always", change("always")))
     assert vocabulary_of(other, 1000).space_prefix
-    assert "llama.cpp puts another one where there is one" in caplog.text
+    assert "llama.cpp always puts one" in caplog.text
     with pytest.raises(TokenizerError, match=r"rules .* not known to be llama.cpp's"):
         vocabulary_of(load_tokenizer(changed(folder, tmp_path / "f", change("first"))), 1000)
 
@@ -479,7 +479,7 @@ def _in_model(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     [
         (_unigram, "llama.cpp has no Unigram as transformers has it"),
         *(
-            (_flagged(flag), f"llama.cpp knows no ['{flag}'] of the token '<|im_start|>'")
+            (_flagged(flag), f"llama.cpp does not support ['{flag}'] of the token '<|im_start|>'")
             for flag in FLAGS
         ),
         (_with("normalizer", {"type": "Lowercase"}), "llama.cpp does not know its [{'type': 'Lo"),
@@ -491,7 +491,7 @@ def _in_model(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
             "it cuts text into words by rules that are not known to be llama.cpp's",
         ),
         (_in_model("ignore_merges", True), "(ignore_merges)"),
-        (_in_model("end_of_word_suffix", "</w>"), "knows no end_of_word_suffix ('</w>')"),
+        (_in_model("end_of_word_suffix", "</w>"), "does not support end_of_word_suffix ('</w>')"),
         (_with("pre_tokenizer", {"type": "Whitespace"}), "it treats text by rules that are not"),
     ],
     ids=["unigram", *FLAGS, "lowercase", "prefix", "ignore_merges", "suffix", "whitespace"],
@@ -516,8 +516,8 @@ def test_a_window_within_the_longest_row_is_told_to_become_its_length(
     model = of_family("mistral", tmp_path / "files", sliding_window=window)
     known = values(written(trained(model, tokenizer), tmp_path / "model.gguf"))
     assert known["llama.context_length"] == min(window, 1024)
-    said = "no sliding window of mistral: it computes the same up to 100 tokens"
-    assert (said in caplog.text) == ("no sliding window" in caplog.text) == told
+    said = "support the sliding window of mistral: it computes the same up to 100 tokens"
+    assert (said in caplog.text) == ("sliding window" in caplog.text) == told
 
 
 @pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
@@ -584,15 +584,19 @@ def _scoring(model: Decoder) -> Decoder:
 @pytest.mark.parametrize(
     ("family", "change", "told"),
     [
-        ("llama3", _scoring, "llama.cpp's llama knows no llama with a reward model"),
-        ("qwen2.5", _of(head_dim=16), "no qwen2 with heads that do not fill hidden_size"),
-        ("gemma2", _of(attention_soft_cap=None), "no gemma2 with no soft caps"),
+        ("llama3", _scoring, "llama.cpp's llama does not support llama with a reward model"),
+        ("qwen2.5", _of(head_dim=16), "not support qwen2 with heads that do not fill hidden_size"),
+        ("gemma2", _of(attention_soft_cap=None), "not support gemma2 with no soft caps"),
         (
             "gemma2",
             _of(tie_embeddings=False, logit_soft_cap=None),
-            "no gemma2 with no soft caps, a head beside the embeddings",
+            "not support gemma2 with no soft caps, a head beside the embeddings",
         ),
-        ("gemma3", _of(attention_soft_cap=5.0), "no gemma3_text with a soft cap of attention"),
+        (
+            "gemma3",
+            _of(attention_soft_cap=5.0),
+            "not support gemma3_text with a soft cap of attention",
+        ),
     ],
 )
 def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(
@@ -655,7 +659,7 @@ def test_what_else_cannot_be_written_is_refused(tokenizer: Path, tmp_path: Path)
     [
         (["--gguf"], "gguf", "pip install 'easypipe[gguf]'"),
         (["--gguf", "--check"], "llama_cpp", "--check: needs the package llama_cpp"),
-        (["--gguf", "--adapters"], None, "--adapters: a GGUF file is of a whole model"),
+        (["--gguf", "--adapters"], None, "--adapters: a GGUF file contains a whole model"),
         (["--dtype", "float16"], None, "--dtype: has no effect without --gguf"),
     ],
 )

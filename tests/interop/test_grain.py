@@ -111,8 +111,8 @@ def test_closing_ends_the_threads():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"next_index": 3}, r"no state of an easypipe loader: it has \['next_index'\]"),
-        ({"easypipe": "{}"}, "no state of"),
+        ({"next_index": 3}, r"not a state of an easypipe loader: it has \['next_index'\]"),
+        ({"easypipe": "{}"}, "not a state of"),
     ],
 )
 def test_foreign_states_are_refused(state, message):
@@ -243,7 +243,7 @@ def test_streams_iterate_and_have_no_numbers(tmp_path):
     ):
         set_next_index(iter(dataset), 3)
     with pytest.raises(
-        ConfigError, match="allow_changed: a stream cannot be entered at another place"
+        ConfigError, match="allow_changed: a stream can continue only where its files were left"
     ):
         chain.build().restore(chain.build().state(), allow_changed=["config"])
 

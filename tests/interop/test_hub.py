@@ -208,8 +208,8 @@ def test_a_remote_folder_is_pushed_as_well(tmp_path: Path, hub: Hub) -> None:
     [
         (
             "hf_wrong",
-            r"creating it failed with HTTP 401: the Hub does not accept the token, or there is "
-            r"none: .* Set hub_token or HF_TOKEN, or",
+            r"creating it failed with HTTP 401: the Hub does not accept the token, or no token "
+            r"is set: .* Set hub_token or HF_TOKEN, or",
         ),
         (
             "hf_reader",
@@ -269,7 +269,7 @@ def test_offline_nothing_is_pushed(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        StorageError, match="creating it failed: HF_HUB_OFFLINE forbids to ask the Hub"
+        StorageError, match="creating it failed: HF_HUB_OFFLINE forbids access to the Hub"
     ):
         save(tmp_path)
     assert load_saved(tmp_path / "out").manifest.num_rows
@@ -302,7 +302,7 @@ def test_tokens_are_in_no_text() -> None:
     [
         (
             {"push_to_hub": True},
-            'hub_repo_id: push_to_hub needs to know where to. Set it, like "user/name".',
+            'hub_repo_id: push_to_hub needs a repository. Set it, like "user/name".',
         ),
         *(
             (

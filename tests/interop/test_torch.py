@@ -96,7 +96,7 @@ def test_law_exact_resume():
     assert [[batch["labels"].tolist() for batch in other] for _ in range(2)] == [wanted, second]
     with pytest.raises(ConfigError, match="begins at its first batch every time"):
         TorchBatches(loader().loader(0)).set_epoch(1)
-    with pytest.raises(StateError, match=r"no state of an easypipe loader: it has .'step'."):
+    with pytest.raises(StateError, match=r"not a state of an easypipe loader: it has .'step'."):
         other.load_state_dict({"step": 3})
 
 

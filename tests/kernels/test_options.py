@@ -96,11 +96,11 @@ LABELS = np.zeros(8, np.int32)
         ),
         (
             {"implementation": "reference", "rule": "fast"},
-            "rule: the reference knows none: leave it None, or choose implementation 'chunked'",
+            "rule: the reference implementation does not use it: leave it None, or choose implementation 'chunked'",
         ),
         (
             {"implementation": "reference", "sharding": LossSharding()},
-            "sharding: the reference knows none",
+            "sharding: the reference implementation does not use it",
         ),
         (
             {"implementation": "pallas_gpu", "rule": "strict", "chunk_size": 8},

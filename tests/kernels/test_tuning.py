@@ -477,7 +477,7 @@ def test_tune_says_what_does_not_run(monkeypatch):
 
     monkeypatch.setattr(tune, "_step", broken)
     trials = []
-    with pytest.raises(ConfigError, match="chunked runs with no blocks at all: too large"):
+    with pytest.raises(ConfigError, match="chunked does not run with any blocks: too large"):
         tune.tune(8, 8, 8, "float32", on_trial=trials.append)
     assert [trial.ms for trial in trials] == [None]
     assert trials[0].failure == "too large"

@@ -189,7 +189,7 @@ def test_damage_is_found_before_a_value_is_given(tmp_path: Path, tokenizer: Any)
         ({"advantages": "text"}, SourceError, "holds large_list<item: large_string>"),
         ({"teacher_ids": "ragged"}, SourceError, "aligned_columns: {teacher_ids: 8}"),
         ({"name": "nope"}, ConfigError, "aligned_columns.*no column 'nope'"),
-        ({"name": "position_ids"}, ConfigError, "tokens have themselves"),
+        ({"name": "position_ids"}, ConfigError, "tokenized rows have already"),
     ],
 )
 def test_refusals(

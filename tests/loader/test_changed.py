@@ -65,7 +65,7 @@ def test_another_batch_size_goes_on_from_the_row_that_was_reached(drop_last, cap
         one.restore(text)
     with caplog.at_level(logging.WARNING, "easypipe"):
         one.restore(text, allow_changed=["config"])
-    assert "batch_size was 4, is 6; going on behind batch 3, from row 12" in caplog.text
+    assert "batch_size was 4, is 6; continuing after batch 3, from row 12" in caplog.text
     total = one.rows.num_rows
     assert len(one) == 3 + ((total - 12) // 6 if drop_last else -(-(total - 12) // 6))
     assert one.rows_of(4) == range(18, 24)
@@ -111,7 +111,7 @@ def test_what_stood_before_a_change_is_not_made_up():
     for ask in (one.rows_of, one.batch, one.state_at):
         with pytest.raises(
             StateError,
-            match="batch 2 stood before batch 3, at which this run went on with something changed",
+            match="batch 2 comes before batch 3, from which this run continued with changes",
         ):
             ask(2)
         with pytest.raises(IndexError, match="there is no batch -1"):
@@ -234,7 +234,7 @@ def test_unknown_components_are_refused():
 def test_a_row_behind_the_end_of_less_data_is_refused():
     one = loader(MemoryCache(some_docs(LENGTHS[:9])))
     with pytest.raises(
-        StateError, match=r"it stands at row 20, and there are fewer rows now\. Start a new run"
+        StateError, match=r"it is at row 20, and there are fewer rows now\. Start a new run"
     ):
         one.restore(after(loader(), 5), allow_changed=["sources", "plan"])
 

@@ -295,8 +295,8 @@ def test_what_changes_no_batch_is_free_to_change():
     ("damage", "message"),
     [
         (lambda t: t[:-5], "not JSON"),
-        (lambda t: "[]", "no state of a loader"),
-        (lambda t: "{}", "no state of a loader"),
+        (lambda t: "[]", "not a state of a loader"),
+        (lambda t: "{}", "not a state of a loader"),
         (lambda t: t.replace('"batch":2', '"batch":3'), "damaged: its checksum does not fit"),
         (
             lambda t: t.replace('"version":1', '"version":2'),
@@ -562,7 +562,7 @@ def test_errors_come_whole_and_in_their_place(prefetch):
         ({"shuffle_buffer_size": 0}, "shuffle_buffer_size: 0 is too few"),
         ({"num_epochs": 0}, "num_epochs: 0 is too few"),
         ({"stall_timeout_s": 0.0}, "stall_timeout_s: 0.0 is not a time to wait"),
-        ({"partition_spec": ["data"]}, "partition_spec: there is no mesh to lie on"),
+        ({"partition_spec": ["data"]}, "partition_spec: has no effect without a mesh"),
         ({"batchsize": 8}, "batchsize: unknown key"),
     ],
 )

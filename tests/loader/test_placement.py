@@ -99,7 +99,7 @@ def test_numpy_loading_does_not_import_jax():
             ["dat"],
             r"partition_spec: the mesh has no axis 'dat' \(have: data\)\. Did you mean 'data'\?",
         ),
-        ({"data": 1}, ["data", "data"], r"partition_spec: axis 'data' stands twice"),
+        ({"data": 1}, ["data", "data"], r"partition_spec: axis 'data' appears twice"),
         ({"data": 1}, ["data", None, None], r"has 3 entries, batches have 2 dimensions"),
         ({"data": 1}, 5, r"partition_spec: expected a PartitionSpec or a list, got 5"),
     ],

@@ -160,7 +160,8 @@ def test_segments_cannot_be_changed_and_errors_name_the_row():
 
 
 @pytest.mark.parametrize(
-    ("transform", "version", "at"), [(3, "1", "map_rows"), (drop_tokens, "", r"map_rows\.version")]
+    ("transform", "version", "at"),
+    [(3, "1", "map_rows"), (drop_tokens, "", r"map_rows\.version: '' is not a version")],
 )
 def test_bad_transforms(transform, version, at):
     with pytest.raises(ConfigError, match=at):

@@ -220,7 +220,7 @@ def test_a_cache_that_does_not_hold_what_was_planned_is_named():
     assert str(caught.value) == (
         "dataset 'd0', document 1 (memory.jsonl, row 1): tokens 0:7 at slot 11 of 32 were planned, "
         "3 are stored. "
-        "Plan and cache do not belong together: make the plan anew from this cache."
+        "Plan and cache do not belong together: make the plan again from this cache."
     )
     without_eos = PlannedRows(rows.plan, [planned], eos_token_id=None, pad_token_id=PAD)
     with pytest.raises(CacheError, match="tokens 0:11 at slot 0 of 32 were planned, 10 are stored"):

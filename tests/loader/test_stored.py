@@ -251,7 +251,7 @@ def test_other_bad_rows():
         StoredRows({INPUT_IDS: [np.array([1]), np.array([1.5])]})
     with pytest.raises(
         SourceError,
-        match=r"shard-0\.arrow, row 1, column 'loss_mask': another length than input_ids",
+        match=r"shard-0\.arrow, row 1, column 'loss_mask': not as long as input_ids",
     ):
         StoredRows(Tables([pa.table({INPUT_IDS: [[1], [2]], LOSS_MASK: [[1], [1, 1]]})])).batch(
             np.arange(1), 4

@@ -423,7 +423,7 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
             build(tmp_path, **options).restore(LoaderState.from_json(state))
         assert "allow_changed" not in str(raised.value)
         with pytest.raises(
-            ConfigError, match="allow_changed: a stream cannot be entered at another place"
+            ConfigError, match="allow_changed: a stream can continue only where its files were left"
         ):
             build(tmp_path, **options).restore(state, allow_changed=["plan"])
     build(tmp_path).restore(state)
@@ -470,7 +470,7 @@ def test_a_dataset_too_small_for_its_streams(tmp_path: Path) -> None:
     assert sum(segments(list(build(tmp_path, datasets=tiny, mix=None))).values()) == 2
     endless = build(tmp_path, datasets=tiny, mix=None, load={"num_epochs": None})
     with pytest.raises(
-        ConfigError, match=r"num_streams: a whole pass of stream \d of 4 .* gave no row"
+        ConfigError, match=r"num_streams: a whole pass of stream \d of 4 .* had no row"
     ):
         next(iter(endless))
     assert next(
@@ -573,7 +573,7 @@ def test_a_thousandth_of_the_texts_is_encoded_again(
     monkeypatch.setattr(
         type(documents.tokenizer), "reference_encode", lambda self, text, whole: [1]
     )
-    with pytest.raises(TokenizerError, match="does not give the tokens of `tokenizers`"):
+    with pytest.raises(TokenizerError, match="does not produce the tokens of `tokenizers`"):
         forward.load(0, 0, size, threading.Semaphore())
 
 
@@ -843,7 +843,7 @@ def test_a_compressed_file_entered_in_the_middle_is_reported(
         assert source is not None
         late = source.read(0, 4_000_000, 4_100_000)
     assert (
-        "a.jsonl.zst: zst data cannot be entered in the middle: reading from plain byte 0"
+        "a.jsonl.zst: zst data cannot be read from the middle: reading from plain byte 0"
         in caplog.text
     )
     again = open_forward(str(path))

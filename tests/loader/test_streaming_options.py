@@ -496,7 +496,7 @@ def test_a_pass_without_a_batch_is_an_error_and_not_the_end_of_data(
     for _ in range(2):
         with pytest.raises(
             SourceError,
-            match=r"not one batch came of what was read, of 'd': "
+            match=r"the rows that were read do not fill a batch: 'd': "
             + ("1 documents" if drop_last else "9 too_long"),
         ):
             next(iter(loader))

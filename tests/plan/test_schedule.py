@@ -494,7 +494,7 @@ def test_a_document_too_long_to_weigh_is_named() -> None:
     giant = dataset("giant", np.array([5, MAX_SIZE + 1]))
     spec = PlanSpec(seed=0, weights=(1, 1), stop="all_exhausted", window_docs=8, unit="tokens")
     with pytest.raises(
-        PlanError, match=rf"dataset 'giant', document 1: {MAX_SIZE + 1} tokens cannot be weighed"
+        PlanError, match=rf"dataset 'giant', document 1: {MAX_SIZE + 1} tokens are too many"
     ):
         Plan([giant, dataset("b", np.array([1]))], spec).locate(0)
     Plan([giant, dataset("b", np.array([1]))], dataclasses.replace(spec, unit="rows")).locate(0)

@@ -565,7 +565,7 @@ def test_a_plan_of_which_no_document_fits_says_so(stop: str) -> None:
     for call in (plan.locate, plan.stats, plan.state_at):
         with pytest.raises(
             PlanError,
-            match=r"pack\.oversize: of 13 documents none fits a row of 10 tokens\. Raise "
+            match=r"pack\.oversize: none of 13 documents fits a row of 10 tokens\. Raise "
             r"pack\.seq_length",
         ):
             call(5)

@@ -431,8 +431,8 @@ def test_one_pretty_printed_object(tmp_path: Path) -> None:
             '[{"a": 1}] [{"a": 2}]',
             "{path}: goes on after the end of the array: b'[{\"a\": 2}]'. Correct the file.",
         ),
-        ("[]", "{path}: holds no row from which columns could be known. Give files with rows."),
-        ("\n\n", "{path}: holds no row from which columns could be known. Give files with rows."),
+        ("[]", "{path}: has no row from which columns can be determined. Give files with rows."),
+        ("\n\n", "{path}: has no row from which columns can be determined. Give files with rows."),
     ],
 )
 def test_broken_arrays(tmp_path: Path, content: str, message: str) -> None:
@@ -471,7 +471,7 @@ def test_csv_open_quote(tmp_path: Path) -> None:
     [
         (
             "a,a\n1,2\n",
-            "column 'a' stands twice (have: a, a). Give every column a name of its own.",
+            "column 'a' appears twice (have: a, a). Give every column a name of its own.",
         ),
         ("a, \n1,2\n", "a column has no name (have: a,  ). Give every column a name of its own."),
     ],

@@ -203,5 +203,5 @@ def test_a_manifest_without_checksums_of_blocks_still_opens(whole: Path, tmp_pat
 
 def test_a_manifest_under_the_key_of_another_is_refused(whole: Path, tmp_path: Path) -> None:
     path, _ = copied(whole, tmp_path)
-    with pytest.raises(CacheError, match=f"not a token cache manifest: it is that of {path.stem}"):
+    with pytest.raises(CacheError, match=f"not a token cache manifest: it belongs to {path.stem}"):
         TokenCache(path.rename(path.with_name("another.json")))

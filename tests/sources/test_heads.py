@@ -71,7 +71,7 @@ def test_the_index_of_the_whole_file_tells_its_rows(tmp_path: Path) -> None:
 
 def test_a_head_without_a_whole_record_says_so(tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "x" * 10_000}) + "\n")
-    with pytest.raises(SourceError, match="holds no row from which columns could be known"):
+    with pytest.raises(SourceError, match="has no row from which columns can be determined"):
         _ = open_files(tmp_path / "long.jsonl").head(1000).schema
     assert open_files(tmp_path / "long.jsonl").head(1 << 20).shards[0].num_rows == 1
 

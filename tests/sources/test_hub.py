@@ -92,7 +92,7 @@ def test_offline_is_said_at_once(hub: WebServer, monkeypatch: pytest.MonkeyPatch
     remote.set_retry_policy(remote.RetryPolicy(first_wait_s=30))
     began = time.monotonic()
     with pytest.raises(
-        SourceError, match=r"org/stories: HF_HUB_OFFLINE forbids to ask the Hub\. Unset it"
+        SourceError, match=r"org/stories: HF_HUB_OFFLINE forbids access to the Hub\. Unset it"
     ):
         HuggingFaceShardedSource("org/stories")
     assert time.monotonic() - began < 5
@@ -350,7 +350,7 @@ def test_several_formats(hub: WebServer) -> None:
         ),
         (
             {"dataset": "hf://datasets/a/b/*.csv", "split": "test"},
-            "split: has no effect beside a pattern",
+            "split: has no effect together with a pattern",
         ),
         (
             {"dataset": "a/b", "storage_options": {"key": 1}},

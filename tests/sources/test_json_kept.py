@@ -357,7 +357,7 @@ def test_a_key_that_only_late_rows_have_is_not_lost(tmp_path: Path, given: Any) 
     assert texts_of(tmp_path / "json", given(mixed)) == written(mixed)
     with pytest.raises(
         SourceError,
-        match="d, row 1103, column 'messages': is kept as JSON: int 5 stands in a column of lists "
+        match="d, row 1103, column 'messages': is kept as JSON: int 5 is in a column of lists "
         "or objects",
     ):
         texts_of(tmp_path / "five", given([*mixed, *rows[:2], {"messages": 5}]))

@@ -96,7 +96,7 @@ def test_rows_that_are_filtered_out() -> None:
             "memory, row 1: expected a dict with names of columns, got int. Map it to rows like "
             "{'text': ...}.",
         ),
-        ([], "memory: holds no row from which columns could be known. Give data with rows."),
+        ([], "memory: has no row from which columns can be determined. Give data with rows."),
         (
             [{"a": 1}, {"a": "x"}],
             "memory, column 'a': its values have no common type: int64 and large_string. Give "
@@ -235,11 +235,11 @@ def test_damaged_saved_datasets(tmp_path: Path) -> None:
     [
         (
             {"data_files": "a.jsonl", "subset": "en"},
-            "subset: means something for datasets of the Hub alone. Set type='huggingface'",
+            "subset: applies only to datasets of the Hub. Set type='huggingface'",
         ),
         (
             {"data_files": "a.jsonl", "revision": "v1"},
-            "revision: means something for datasets of the Hub alone",
+            "revision: applies only to datasets of the Hub",
         ),
         (
             {"data_files": "a.jsonl", "split": "test"},
@@ -255,7 +255,7 @@ def test_damaged_saved_datasets(tmp_path: Path) -> None:
         ),
         (
             {"data_files": "hf://datasets/a/b/*.csv", "split": "x"},
-            "split: has no effect beside a pattern",
+            "split: has no effect together with a pattern",
         ),
     ],
 )

@@ -372,7 +372,7 @@ def test_stages_before_any_source_still_raise(tmp_path: Path) -> None:
             getattr(empty.copy(), stage)()
     with pytest.raises(
         StageOrderError,
-        match=r"stage 'bring' is the first, and gives no source. Call source\(\) before it",
+        match=r"stage 'bring' is the first, but returns no source. Call source\(\) before it",
     ):
         empty.copy().add_stage(Look())
     with pytest.raises(ConfigError, match=r"stage 'bring' gave 5 for 'x'. Return \{name: source\}"):
@@ -434,7 +434,7 @@ class Rowless(ShardedDataSource):
             Rowless(),
             "shard 'a': open_shard of Rowless gave NoneType, which has no rows. Yield",
         ),
-        (lambda: iter(()), "d: holds no row from which columns could be known"),
+        (lambda: iter(()), "d: has no row from which columns can be determined"),
         (
             lambda: iter([{"a": 1}, {"a": "x"}]),
             "d, column 'a': its values have no common type: int64 and large_string",
@@ -478,9 +478,7 @@ def test_rows_that_are_fewer_than_were_counted(tmp_path: Path) -> None:
     source = open_object(Table(tmp_path / "t.db"), name="d")
     with pytest.raises(
         SourceError,
-        match=re.escape(
-            "d, shard 'notes': ended behind 290 rows, and 300 were counted. Give it another"
-        ),
+        match=re.escape("d, shard 'notes': ended after 290 rows, but 300 were counted. Change its"),
     ):
         source.read(0, 280, 300)
 

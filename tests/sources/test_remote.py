@@ -136,7 +136,7 @@ def test_a_bomb_is_not_unpacked(web: WebServer) -> None:
     source = open_files(f"{web.url}/data/c.jsonl")
     web.faults.extend(["bomb"] * 5)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(SourceError, match=r"gave up after 5 attempts.*packed it \(gzip\)"):
+    with pytest.raises(SourceError, match=r"gave up after 5 attempts.*compressed it \(gzip\)"):
         source.read(0, 0, 10)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 48 << 10
 
@@ -327,18 +327,20 @@ def test_a_server_without_ranges(
     web.ranges = False
     with caplog.at_level(logging.WARNING, "easypipe"):
         source = open_files(f"{web.url}/data/a.parquet")
-    assert "sends no ranges: every read transfers the whole file" in caplog.text
+    assert "does not support range requests: every read transfers the whole file" in caplog.text
     assert source.read(0, 7, 9).column("text").to_pylist() == ["row 7", "row 8"]
     from easypipe.sources import files
 
     monkeypatch.setattr(files, "WHOLE_BYTES", 100)
-    with pytest.raises(SourceError, match=r"the server sends no ranges, .*Download the file"):
+    with pytest.raises(
+        SourceError, match=r"the server does not support range requests, .*Download the file"
+    ):
         open_files(f"{web.url}/data/a.parquet")
 
 
 def test_web_servers_list_nothing(web: WebServer) -> None:
     with pytest.raises(
-        ConfigError, match=r"a web server lists no files\. Give the URL of every file"
+        ConfigError, match=r"a web server does not list files\. Give the URL of every file"
     ):
         open_files(f"{web.url}/data/*.jsonl")
     web.files["/empty.jsonl"] = b""
@@ -646,7 +648,7 @@ def test_an_object_that_is_written_anew_while_it_is_read(
     rows = source.shards[0].num_rows or 0
     sources_files._whole.cache_clear()
     store.filesystem.pipe_file(url, FILES[name].replace(b"row 29", b"ROW 29"))
-    with pytest.raises(SourceError, match="the store says that the object is another now"):
+    with pytest.raises(SourceError, match="the store says that the object has changed"):
         source.read(0, 0, rows)
 
 

@@ -323,7 +323,7 @@ def test_bad_token_files(tmp_path: Path) -> None:
     refused(
         "m.bin",
         (tmp_path / "m.bin").read_bytes(),
-        "dtype has no effect: an .idx lies beside it",
+        "dtype has no effect: the .idx file beside it",
         dtype="uint16",
     )
 
@@ -333,7 +333,7 @@ def test_bad_token_files(tmp_path: Path) -> None:
     [
         (
             {"separator_id": 1, "document_tokens": 2},
-            "document_tokens: has no effect beside separator_id",
+            "document_tokens: has no effect together with separator_id",
         ),
         ({"separator_id": -1}, "separator_id: -1 is too small. Give at least 0."),
         ({"document_tokens": 0}, "document_tokens: 0 is too small. Give at least 1."),

@@ -85,7 +85,7 @@ def test_masks_by_trls_names_say_what_is_trained(tmp_path: Path, name: str) -> N
     both = [row | {LABELS: [-100, -100, 3][-len(row[INPUT_IDS]) :]} for row in rows[:1]]
     laid = pipeline(tmp_path, both).pack(PACK).get_data()["x"].mixture.prepare()[0]
     assert laid.read(0, 0, 1).column(LOSS_MASK).to_pylist() == [[0, 0, 1]]
-    with pytest.raises(SourceError, match=rf"column '{name}': another length than input_ids"):
+    with pytest.raises(SourceError, match=rf"column '{name}': not as long as input_ids"):
         pipeline(tmp_path, [{INPUT_IDS: [1, 2], name: [1]}]).pack(PACK).ledger()
 
 
@@ -128,7 +128,7 @@ def test_the_cache_is_opened_where_it_stands_and_made_again_where_it_is_damaged(
         ),
         (
             {INPUT_IDS: [1, 2], LOSS_MASK: [1]},
-            r"row 1, column 'loss_mask': another length than input_ids",
+            r"row 1, column 'loss_mask': not as long as input_ids",
         ),
         (
             {INPUT_IDS: [1, 2], ATTENTION_MASK: [1, 0]},

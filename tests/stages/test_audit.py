@@ -83,7 +83,7 @@ def test_wrong_tokens_of_a_huge_document_are_found(
         return offsets, ids
 
     monkeypatch.setattr(fast.FastEngine, "encode", wrong)
-    with pytest.raises(TokenizerError, match="does not give the tokens of `tokenizers`"):
+    with pytest.raises(TokenizerError, match="does not produce the tokens of `tokenizers`"):
         encode_texts(long_text(), tokenizer, batch_size=8, at="a", audit_key="k")
 
 
@@ -96,7 +96,7 @@ def test_what_the_reference_alone_refuses_is_found(monkeypatch: pytest.MonkeyPat
 
     for name in ("reference_encode", "encode_with_characters"):
         monkeypatch.setattr(Tokenizer, name, refuses)
-    with pytest.raises(TokenizerError, match="does not give the tokens of `tokenizers`"):
+    with pytest.raises(TokenizerError, match="does not produce the tokens of `tokenizers`"):
         encode_texts(long_text(), tokenizer, batch_size=8, at="a", audit_key="k")
 
 

@@ -99,7 +99,9 @@ def test_where_no_row_became_a_document_the_first_reason_is_told() -> None:
         r"the first is a\.jsonl, row 4: empty",
     ):
         budget.require_documents(Counts(rows=9, docs=0, rejects={"empty": 1, "null": 8}))
-    with pytest.raises(SourceError, match=r"not one of 0 rows became a document: there is none\."):
+    with pytest.raises(
+        SourceError, match=r"not one of 0 rows became a document: there are no rows\."
+    ):
         ErrorBudget("d", "text", "skip", None).require_documents(Counts(rows=0, docs=0))
 
 

@@ -130,5 +130,5 @@ def test_streaming_of_files_without_a_row_names_them(tmp_path: Path, shuffle: bo
         streaming=True,
     )
     loader = Pipeline(config).source().tokenize().pack({"seq_length": 8}).load({"batch_size": 1})
-    with pytest.raises(SourceError, match=r"dataset 'd': not one row in .*head\.csv"):
+    with pytest.raises(SourceError, match=r"dataset 'd': no row in .*head\.csv"):
         list(loader.build())

@@ -676,7 +676,7 @@ def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(
     source = WithIdentity(texts(15), texts(40, seed=1), cuts=40)
     with pytest.raises(
         TokenizerError,
-        match=r"shard-1, row \d+: tokenizer .*: gigatoken does not give the tokens of "
+        match=r"shard-1, row \d+: tokenizer .*: gigatoken does not produce the tokens of "
         r"`tokenizers`\. Run again",
     ):
         prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, num_workers=1)

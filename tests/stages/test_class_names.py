@@ -277,5 +277,5 @@ def test_a_classifier_has_integers_and_their_names(tmp_path: Path) -> None:
     unknown = datasets.Dataset.from_list(
         [*rows, {"image": pixels[0], "label": -1}], features=features
     )
-    with pytest.raises(SourceError, match=r"row 4.*label -1 is none of the classes"):
+    with pytest.raises(SourceError, match=r"row 4.*label -1 is not one of the classes"):
         made(unknown)

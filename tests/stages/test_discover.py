@@ -90,7 +90,7 @@ def test_a_folder_of_several_datasets(tmp_path: Path) -> None:
     }
     assert found.splits == ("train", "validation")
     assert_reads(found)
-    with pytest.raises(ConfigError, match="3 parts are meant by 'train'"):
+    with pytest.raises(ConfigError, match="3 parts match 'train'"):
         found.part("train")
     assert found.propose("validation").fields["prompt_field"] == "question"
     assert {part.split for part in discover(tmp_path, split="validation").parts} == {"validation"}
@@ -139,7 +139,7 @@ def test_everything_that_was_found_is_told(several: Discovery) -> None:
         "  kind     Alpaca instructions",
         "  proposed instruction = 'instruction': named 'instruction' exactly",
         "  proposed output = 'output': named 'output' exactly",
-        "  refused  1 of the first 3 rows cannot be read so: nothing_to_train 1; row 0: the output "
+        "  refused  1 of the first 3 rows cannot be read this way: nothing_to_train 1; row 0: the output "
         "is empty",
         f'  row 0    {{"instruction": "{CUT}", "output": ""}}',
         "",
@@ -199,7 +199,7 @@ def test_the_page_tells_the_same(several: Discovery) -> None:
         "# Alpaca instructions",
         "# instruction = 'instruction': named 'instruction' exactly",
         "# output = 'output': named 'output' exactly",
-        "# 1 of the first 3 rows cannot be read so: nothing_to_train 1; row 0: the output is empty",
+        "# 1 of the first 3 rows cannot be read this way: nothing_to_train 1; row 0: the output is empty",
         "datasets:",
         f"- data_files: {several.parts[1].files[0]}",
         "  prompt:",
@@ -409,7 +409,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert len(part.sample) == 2
     assert any("1 of the first 64 rows are bad; row 1: unparsable" in note for note in part.notes)
     for options, message in (
-        ({"subset": "x"}, "datasets of the Hub alone"),
+        ({"subset": "x"}, "only to datasets of the Hub"),
         ({"sample_rows": -1}, "Give 0 or more"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -697,7 +697,7 @@ def test_proposals_are_tried_on_the_first_rows(tmp_path: Path) -> None:
     found = discover(jsonl(tmp_path / "images.jsonl", talks))
     with pytest.raises(
         ConfigError,
-        match="but 5 of the first 5 rows cannot be read so: multimodal 5; row 0: message 0 holds a "
+        match="but 5 of the first 5 rows cannot be read this way: multimodal 5; row 0: message 0 holds a "
         "part",
     ):
         found.propose()
@@ -707,16 +707,16 @@ def test_proposals_are_tried_on_the_first_rows(tmp_path: Path) -> None:
         [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": None}]
     ).propose()
     assert (
-        "# 1 of the first 2 rows cannot be read so: null 1; row 1: column 'completion' has no text"
+        "# 1 of the first 2 rows cannot be read this way: null 1; row 1: column 'completion' has no text"
         in some.yaml()
     )
     good, bad = ({"prompt": "a", "completion": "b", "label": label} for label in (True, None))
     assert (
-        "# 1 of the first 2 rows cannot be read so: no_verdict 1; row 1: column 'label' is "
+        "# 1 of the first 2 rows cannot be read this way: no_verdict 1; row 1: column 'label' is "
         "null" in discover([good, bad]).propose().yaml()
     )
     assert (
-        "# all of the first 2 rows can be read so"
+        "# all of the first 2 rows can be read this way"
         in discover([{"text": "a"}, {"text": "b"}]).propose().yaml()
     )
 

@@ -111,7 +111,7 @@ def test_what_nobody_signed_is_found(made: tuple[Path, str, list[bytes]]) -> Non
             data = checked_json(falsified(values, way))
             own = json.loads(data)[KEY].encode()
             assert own != signed
-            with pytest.raises(DamagedFileError, match="its checksum is not that"):
+            with pytest.raises(DamagedFileError, match="its checksum does not match"):
                 parse_checked(data.replace(own, signed, 1), path)
             tried += 1
     assert tried > 100

@@ -171,7 +171,7 @@ def test_format_version_decides_what_is_kept(
     assert (len(again - first), written) == (1, 0)
     assert kept(None) == (again, 1)
     [said] = [text for text in caplog.messages if "version" in text]
-    assert "has no version, so nothing that it makes is kept in the token cache" in said
+    assert "has no version, so its results are not kept in the token cache" in said
 
 
 def test_callbacks_from_yaml_need_the_flag(
@@ -248,12 +248,12 @@ def test_additional_fields_stay_beside_saved_tokens(
         r"'tag'\?",
     ):
         pipeline(tmp_path, content_field="q", additional_fields=("tags",)).tokenize()
-    with pytest.raises(ConfigError, match=r"^additional_fields\[1\]: 'a' stands twice"):
+    with pytest.raises(ConfigError, match=r"^additional_fields\[1\]: 'a' appears twice"):
         DatasetConfig(data_files="x", additional_fields=("a", "a"))
     with pytest.raises(
         ConfigError,
-        match=r"^additional_fields\[0\]: 'labels' is a column that tokens have "
-        r"themselves.*format_fields",
+        match=r"^additional_fields\[0\]: 'labels' is a column that tokenized rows have "
+        r"already.*format_fields",
     ):
         DatasetConfig(data_files="x", additional_fields=("labels",))
 
@@ -297,7 +297,7 @@ def test_remove_columns_keeps_the_others(tmp_path: Path) -> None:
     ):
         names(("tag",), additional_fields=("tag",))
     with pytest.raises(
-        ConfigError, match=r"'labels' of dataset 'd' would stay.*Add 'labels' to remove_columns"
+        ConfigError, match=r"'labels' of dataset 'd' would be kept.*Add 'labels' to remove_columns"
     ):
         names(("q",), data=[{"q": "a", "labels": 1}])
 

@@ -249,7 +249,7 @@ def test_refusals(tmp_path: Path) -> None:
     for held, message in (
         ({"from": "dat"}, r"eval.held.from: 'dat' names no data"),
         ({"from": "data", "fraction": 2}, r"eval.held.fraction: 2.0 is not a part"),
-        ({"from": "data", "datasets": []}, r"eval.held.datasets: has no effect beside from"),
+        ({"from": "data", "datasets": []}, r"eval.held.datasets: has no effect together with from"),
     ):
         with pytest.raises(ConfigError, match=message):
             data_of(run(tmp_path, held))

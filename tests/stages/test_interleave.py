@@ -117,7 +117,7 @@ def test_refusals(tmp_path: Path) -> None:
         ),
         (
             (both, {"a": 99, "b": 1}, 10),
-            r"block_size: in a block of 10 documents 'b' has 0.1, which is none. Use blocks of at "
+            r"block_size: in a block of 10 documents 'b' has 0.1, which rounds to 0. Use blocks of at "
             r"least 100",
         ),
         ((both, None, 0), r"block_size: 0 is not a block of rows"),

@@ -92,7 +92,7 @@ def test_a_block_holds_whole_shares(tmp_path: Path) -> None:
     assert block_weights({"a": 1.0, "b": 1.0, "c": 1.0}, 10) == (4, 3, 3)
     with pytest.raises(
         ConfigError,
-        match=r"block_size: in a block of 10 documents 'b' has 0.01, which is none. Use blocks of "
+        match=r"block_size: in a block of 10 documents 'b' has 0.01, which rounds to 0. Use blocks of "
         r"at least 1000,",
     ):
         MixStageConfig(weights={"a": 999, "b": 1}, block_size=10)
@@ -341,7 +341,10 @@ def test_num_packers_of_another_strategy_is_said_and_changes_nothing(
         .pack(PackStageConfig(seq_length=64, strategy="greedy", num_packers=4))
         .get_data()["mixed"]
     )
-    assert "pack.num_packers has no effect on strategy 'greedy': it is of 'pool'" in caplog.text
+    assert (
+        "pack.num_packers has no effect on strategy 'greedy': it applies only to 'pool'"
+        in caplog.text
+    )
     assert same.content() == plain.content()
 
 
@@ -465,7 +468,7 @@ def test_where_drop_leaves_nothing_the_length_of_rows_is_to_blame(
     datasets = [DatasetConfig(name="d", data_files=[{"text": "word " * 50}] * 5)]
     pack = PackStageConfig(seq_length=16, oversize="drop")
     wrong = (
-        r"pack\.oversize: of 5 documents none fits a row of 16 tokens\. Raise "
+        r"pack\.oversize: none of 5 documents fits a row of 16 tokens\. Raise "
         r"pack\.seq_length, or set pack\.oversize to 'split' or"
     )
     load = LoadStageConfig(batch_size=1, num_epochs=num_epochs)

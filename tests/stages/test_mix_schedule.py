@@ -406,7 +406,7 @@ def test_the_scheduler_gives_weights_by_step() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"weight_schedule": []}, "weight_schedule: there is no point"),
+        ({"weight_schedule": []}, "weight_schedule: it has no points"),
         (
             {"weight_schedule": [{"step": -1, "weights": {"a": 1}}]},
             "weight_schedule[0].step: -1 is before the first step",
@@ -417,7 +417,7 @@ def test_the_scheduler_gives_weights_by_step() -> None:
         ),
         (
             {"weight_schedule": [{"step": 0, "weights": {"a": 0}}]},
-            "weight_schedule[0].weights: no dataset has any",
+            "weight_schedule[0].weights: all are 0",
         ),
         (
             {
@@ -454,8 +454,8 @@ def test_the_scheduler_gives_weights_by_step() -> None:
         ),
         (
             {"weight_schedule": [{"step": 0, "weights": {"a": 999, "b": 1}}], "block_size": 10},
-            "weight_schedule[0].block_size: in a block of 10 documents 'b' has 0.01, which is "
-            "none. Use blocks of at least 1000",
+            "weight_schedule[0].block_size: in a block of 10 documents 'b' has 0.01, which "
+            "rounds to 0. Use blocks of at least 1000",
         ),
         (
             {"weight_schedule_type": "linear"},

@@ -243,4 +243,4 @@ def test_joined_documents_have_no_provenance_of_their_own(
     source = packed(tmp_path, mix={"provenance": True}).get_data()["mixed"]
     assert LOOK_AHEAD in source.schema.names
     packed(tmp_path, segments="row")
-    assert "pack.segments is 'row': documents that stand in one row see each other" in caplog.text
+    assert "pack.segments is 'row': documents in one row see each other" in caplog.text

@@ -260,7 +260,7 @@ def test_pairs_are_refused_where_they_cannot_be(tmp_path):
         )
     with pytest.raises(ConfigError, match="rejected_column: there is no label"):
         PromptConfig(format_type="custom", template="{a}", rejected_column="b")
-    with pytest.raises(ConfigError, match="rejected_column: 'chosen' stands twice"):
+    with pytest.raises(ConfigError, match="rejected_column: 'chosen' appears twice"):
         PromptConfig(
             format_type="prompt_completion", label_column="chosen", rejected_column="chosen"
         )

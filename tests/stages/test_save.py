@@ -968,7 +968,7 @@ def test_a_card_of_ones_own_stays(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level("INFO", logger="easypipe"):
         packed(tmp_path).save(save).build()
     assert (out / CARD).read_text() == (out / HUB_CARD).read_text() == "# What I say about it"
-    assert caplog.text.count("is not easypipe's, it stays as it is") == 2
+    assert caplog.text.count("was not written by easypipe, so it is kept") == 2
     assert not (out / YAML).exists(), "datasets reads what the README.md says"
 
 
@@ -1027,7 +1027,7 @@ def test_load_saved_says_what_is_missing(tmp_path: Path) -> None:
         load_saved(tmp_path / "out")
     assert load_saved(tmp_path / "out" / "code").manifest.num_rows == 60
     (tmp_path / "out" / "code" / MANIFEST).rename(tmp_path / "out" / "code" / "_easypipe-run.json")
-    with pytest.raises(MissingFileError, match=r"Run the job that writes it again: it goes on."):
+    with pytest.raises(MissingFileError, match=r"Run the job that writes it again: it continues."):
         load_saved(tmp_path / "out" / "code")
 
 

@@ -138,7 +138,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda m: m["parts"][0].update(start=2), "do not follow row 0"),
         (
             lambda m: m["parts"][-1].update(content="0" * 32),
-            "its fingerprint is not that of its parts",
+            "its fingerprint does not match its parts",
         ),
         (lambda m: m["shard_rows"].__setitem__(0, 1000), "of 1000 rows of"),
         (lambda m: m.update(format=99), "token cache format 99"),

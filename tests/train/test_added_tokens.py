@@ -169,7 +169,7 @@ def test_adapters_and_new_tokens_are_trained_together_and_resume(
     ("named", "said"),
     [
         ({"add_tokens": ["<|endoftext|>"]}, "has the token '<|endoftext|>' already. Leave it out."),
-        ({"add_tokens": ["a", "a"]}, "add_tokens[1]: 'a' stands there before"),
+        ({"add_tokens": ["a", "a"]}, "add_tokens[1]: 'a' is listed twice"),
         ({"add_tokens": [""]}, "add_tokens[0]: is empty"),
         ({"only_added_tokens": True}, "only_added_tokens: has no effect without add_tokens"),
         ({"add_tokens": NEW, "only_added_tokens": True}, "has no effect with train.lora"),

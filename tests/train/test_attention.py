@@ -119,10 +119,10 @@ def test_on_eight_devices():
 def test_what_cannot_run_is_refused_by_name_and_never_chosen(monkeypatch):
     with pytest.raises(
         ConfigError,
-        match=r"attention: 'triton' knows heads of width 16, 32, 64, 128, 256, and these have 4",
+        match=r"attention: 'triton' supports heads of width 16, 32, 64, 128, 256, and these have 4",
     ):
         ModelConfig(num_heads=4, hidden_size=16, num_kv_heads=4, attention="triton")
-    with pytest.raises(ConfigError, match="'splash' knows bfloat16 and float32, not float64"):
+    with pytest.raises(ConfigError, match="'splash' supports bfloat16 and float32, not float64"):
         choose("splash", 64, jnp.dtype("float64"))
     assert choose(None, 64, jnp.float32) == "xla"  # on CPU
     monkeypatch.setattr(attention, "platform_at_hand", lambda: "cuda")

@@ -112,7 +112,9 @@ def test_a_callback_that_fails_at_the_end_hides_no_error(tmp_path):
 
     with pytest.raises(RuntimeError, match="enough") as error:
         run(tmp_path, Worse(fail=3))
-    assert error.value.__notes__ == ["a callback failed when it heard of this: OSError: no space"]
+    assert error.value.__notes__ == [
+        "a callback failed when it was told of this: OSError: no space"
+    ]
 
 
 def test_callbacks_hear_of_the_error_that_ends_a_run(tmp_path):

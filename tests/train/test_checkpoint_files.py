@@ -79,7 +79,7 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found_before_it_is_loaded(cop
     assert main(["verify", str(copied / "2")]) == 1
     assert "missing" in capsys.readouterr().out
     assert main(["verify", str(copied), "--repair"]) == 2
-    assert "checkpoints cannot be made again from a source. Train again" in capsys.readouterr().err
+    assert "checkpoints cannot be rebuilt from a source. Train again" in capsys.readouterr().err
 
 
 def test_everything_is_synced_before_a_checkpoint_has_its_name_and_the_name_after(

@@ -128,7 +128,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     for values, message in (
         (
             {"metrics": {"acc": 1}},
-            r"metrics: without 'loss', by which the best is told \(have: acc\)",
+            r"metrics: without 'loss', which decides which is the best \(have: acc\)",
         ),
         ({"metrics": {"loss": "low"}}, r"metrics\.loss: 'low' is not a number"),
         ({"metrics": {"loss": float("nan")}}, r"metrics\.loss: nan cannot be compared"),

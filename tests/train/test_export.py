@@ -228,7 +228,7 @@ def test_a_published_model_without_a_tokenizer_is_asked_for_one(
     ask = ["generate", str(tmp_path / "m"), "say", "--max-new-tokens", "1"]
     assert main(ask) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "m names no tokenizer. Give the one that made its tokens." in said
+    assert "m names no tokenizer. Give the tokenizer that made its tokens." in said
     assert main([*ask, "--tokenizer", str(tokenizer)]) == 0
     assert capsys.readouterr().out.startswith("say")
 
@@ -253,10 +253,14 @@ def test_a_published_model_without_a_tokenizer_is_asked_for_one(
             json.dumps({"prompt": "y" * 61}),
             f"Give it as an argument: easypipe generate RUN '{'y' * 60} ...'.",
         ),
-        (["--messages", "FILE", "x"], "[]", "PROMPT: is given beside another way to ask"),
-        ([], "", "PROMPT: none is given"),
+        (
+            ["--messages", "FILE", "x"],
+            "[]",
+            "PROMPT: is given together with another kind of prompt",
+        ),
+        ([], "", "PROMPT: no prompt is given"),
         (["x", "--system", "y"], "", "--system: has no effect without --chat"),
-        (["x", "\ud800"], "", r"prompts[1]: '\ud800' is not text of Unicode. Write it anew."),
+        (["x", "\ud800"], "", r"prompts[1]: '\ud800' is not valid Unicode. Write it again."),
     ],
 )
 def test_what_cannot_be_asked_is_refused(

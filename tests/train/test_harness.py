@@ -165,6 +165,7 @@ def test_lm_eval_that_is_not_there_is_named(
     assert "pip install 'easypipe[eval]'" in said
     for values in ("tasks=[]", "limit=0", "batch_size=0", "max_length=1", "num_fewshot=-1"):
         assert main(["eval", str(tmp_path), "--tasks", "mine", "--set", values]) == 2
+    assert "tasks: names no task" in capsys.readouterr().err
 
 
 def test_what_is_configured_reaches_lm_eval(
@@ -205,7 +206,7 @@ def test_what_is_configured_reaches_lm_eval(
     scores(dataclasses.replace(config, tasks=["all"]), model, str(tokenizer), seen)
     # lm-eval's own tasks are read where a folder is not enough, and once
     assert given["indices"] == [False, True, True]
-    with pytest.raises(ConfigError, match=r"tasks\[0\]: lm-eval knows no task 'minne'. .*'mine'"):
+    with pytest.raises(ConfigError, match=r"tasks\[0\]: lm-eval has no task 'minne'. .*'mine'"):
         scores(LmEvalConfig(tasks=["minne"]), model, str(tokenizer), seen)
 
 

@@ -213,10 +213,10 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         TrainingConfig(measure=("sources",), preference=PreferenceConfig())
     model = ModelConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1)  # fmt: skip
     for measure, words in (
-        ("sources", r"batches of the loader 'train' do not say .*load\.source_ids"),
-        ("bits_per_byte", "of this data no tokenizer is known"),
+        ("sources", r"and batches of the loader 'train' do not say .*load\.source_ids"),
+        ("bits_per_byte", "but the tokenizer of this data is not known"),
     ):
-        with pytest.raises(ConfigError, match=f"train.measure: {measure}, and {words}"):
+        with pytest.raises(ConfigError, match=f"train.measure: {measure}, {words}"):
             Trainer(model, settings(tmp_path, measure=(measure,)), Arithmetic())
     with pytest.raises(ConfigError, match=r"train\.measure: has no effect on a loss from Python"):
         Trainer(model, settings(tmp_path, measure=NAMES[2:]), Arithmetic(), loss=lambda *_: 0)

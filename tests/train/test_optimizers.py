@@ -553,10 +553,13 @@ def test_f25_schedules_have_their_formula(options, expected):
         ),
         (
             {"schedule": "constant", "final_fraction": 0.1},
-            "final_fraction: the constant schedule falls to no end",
+            "final_fraction: the constant schedule does not have an end value",
         ),
         ({"schedule": "cosine", "power": 2.0}, "power: the cosine schedule has none"),
-        ({"schedule": "one_cycle"}, "warmup_steps: one_cycle rises over its warm-up, and has none"),
+        (
+            {"schedule": "one_cycle"},
+            "warmup_steps: one_cycle rises over its warm-up, which is missing",
+        ),
         ({"schedule": "cosin"}, "schedule: 'cosin' is not an option"),
         (
             {"groups": ({"match": "a", "weight_decay": -1.0},)},

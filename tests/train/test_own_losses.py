@@ -131,15 +131,15 @@ def test_means_train_as_their_sums_do(
     [
         (
             lambda nll: nll,
-            r"loss: gave float32 of shape \(8, 12\)\. A loss gives a scalar, the mean over the "
+            r"loss: gave float32 of shape \(8, 12\)\. A loss returns a scalar, the mean over the "
             r"batch's targets; \(scalar",
         ),
-        (lambda nll: {"loss": nll.mean()}, r"loss: gave dict\. A loss gives"),
-        (lambda nll: (nll > 1).any(), r"loss: gave bool of shape \(\)\. A loss gives"),
-        (lambda nll: (nll > 1).sum(), r"loss: gave int32 of shape \(\)\. A loss gives"),
+        (lambda nll: {"loss": nll.mean()}, r"loss: gave dict\. A loss returns"),
+        (lambda nll: (nll > 1).any(), r"loss: gave bool of shape \(\)\. A loss returns"),
+        (lambda nll: (nll > 1).sum(), r"loss: gave int32 of shape \(\)\. A loss returns"),
         (
             lambda nll: (nll.sum(), 1, 2),
-            r"loss: gave tuple\. A loss gives .* or a LossOutput of sums",
+            r"loss: gave tuple\. A loss returns .* or a LossOutput of sums",
         ),
         (
             lambda nll: (nll.mean(), {"each": nll.mean(0)}),
@@ -147,7 +147,7 @@ def test_means_train_as_their_sums_do(
         ),
         (
             lambda nll: (nll.mean(), {"grad_norm": nll.mean()}),
-            r"loss, 'grad_norm': is the name of something that every record has",
+            r"loss, 'grad_norm': is the name of a value that every record has .*Give it another name",
         ),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_mean_over_what_nobody_has_counted_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(
         ConfigError,
-        match=r"loss: gave a mean, and without labels.*Give a LossOutput of sums, with num_targets",
+        match=r"loss: returned a mean, but the batch has no labels.*Give a LossOutput of sums, with num_targets",
     ):
         Trainer(Tiny, settings(tmp_path / "a", steps=3), Bare(), loss=loss, mesh=MESH).run()
 
@@ -325,13 +325,16 @@ def test_the_same_names_with_options(tmp_path: Path) -> None:
         ({"callbacks": [Heard]}, r"callbacks\[0\]: <class .*Heard'> is not a Callback"),
         (
             {"callbacks": ["early_stopping"]},
-            r"callbacks\[0\]: 'early_stopping' is not a Callback.*stand in a mapping: \{best: \{\}\}",
+            r"callbacks\[0\]: 'early_stopping' is not a Callback.*are given as a mapping: \{best: \{\}\}",
         ),
         ({"callbacks": 3}, r"callbacks\[0\]: 3 is not a Callback"),
-        ({"callbacks": [Unheard()]}, r"on_the_hour is called at no event.*Rename the method\."),
+        (
+            {"callbacks": [Unheard()]},
+            r"on_the_hour is not called at any event.*Rename the method\.",
+        ),
         (
             {"callbacks": [Misspelt()]},
-            r"callbacks\[0\] Misspelt: on_steps is called at no event.*Did you mean 'on_step'",
+            r"callbacks\[0\] Misspelt: on_steps is not called at any event.*Did you mean 'on_step'",
         ),
         (
             {"callbacks": {"early_stoping": {}}},

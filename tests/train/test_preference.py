@@ -569,7 +569,7 @@ def test_what_a_reward_model_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_cached_reference_needs_data(tmp_path):
-    with pytest.raises(ConfigError, match="of a loader it is not known how all data is read once"):
+    with pytest.raises(ConfigError, match="a loader does not tell how all data is read once"):
         losses(tmp_path, preference=PreferenceConfig(reference="cached"))
 
 
@@ -654,7 +654,7 @@ def losses_until(folder: Path, step: int, **changes: Any) -> int:
         (lambda: PreferenceConfig(beta=0.0), "beta"),
         (lambda: PreferenceConfig(label_smoothing=0.5), "label_smoothing"),
         (lambda: PreferenceConfig(loss="hinge", label_smoothing=0.1), "label_smoothing: has no ef"),
-        (lambda: PreferenceConfig(loss="exo_pair"), "label_smoothing: 0.0, of which exo_pair"),
+        (lambda: PreferenceConfig(loss="exo_pair"), "label_smoothing: 0.0, but exo_pair takes"),
         (lambda: PreferenceConfig(margin=0.3), "margin: has no effect on the loss sigmoid"),
         (lambda: PreferenceConfig(loss="simpo", margin=-1.0), "margin: -1.0 is not"),
         (lambda: PreferenceConfig(loss="orpo", reference="initial"), "reference: has no effect"),

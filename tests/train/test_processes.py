@@ -425,7 +425,7 @@ def test_where_nothing_speaks_of_other_processes_nothing_is_done(alone):
         (
             {},
             {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"},
-            "train.distributed: an indexed Kubernetes job, of which",
+            "train.distributed: an indexed Kubernetes job, which jax cannot query",
         ),
     ],
 )
@@ -450,7 +450,7 @@ def test_a_description_that_is_not_whole_is_refused(alone, given, variables, mes
         ({"process_id": -1}, "process_id: -1 is not from 0 up."),
         (
             {"enabled": False, "process_id": 1},
-            "enabled: false, and the processes are described all the same",
+            "enabled: false, but the processes are described",
         ),
     ],
 )

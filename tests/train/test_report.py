@@ -224,8 +224,7 @@ def test_a_table_that_is_not_there_says_why(tmp_path: Path) -> None:
     (made / "metrics.jsonl").write_text('{"step": 1201, "loss": 2.0}\n')
     assert paragraphs(page([made]))[6:9] == [
         "there was none",
-        "counted for the first 1,200 steps, when the run had come to its end there; it has gone on "
-        "since",
+        "counted for the first 1,200 steps, when the run had ended there; it has continued since",
         "one",
     ]
 

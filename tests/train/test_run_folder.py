@@ -166,7 +166,9 @@ def test_damage_of_any_shape_is_told_and_stops_no_command(folder, tmp_path, capl
     for name in KEPT:
         assert f"not known: {name} is damaged: " in text
         assert f"{tmp_path / name}: damaged: " in caplog.text
-    with pytest.raises(StateError, match=r"fingerprints\.json: damaged: .*Move it away"):
+    with pytest.raises(
+        StateError, match=r"fingerprints\.json: damaged: .*Move it away: what it says about the run"
+    ):
         spans_of(tmp_path)
     (tmp_path / "fingerprints.json").write_bytes((folder / "fingerprints.json").read_bytes())
     with pytest.raises(StateError, match=r"changes\.json: damaged: .*Move it away"):
@@ -176,7 +178,7 @@ def test_damage_of_any_shape_is_told_and_stops_no_command(folder, tmp_path, capl
     write_versions(tmp_path, 6)
     assert [one["from_step"] for one in read_kept(tmp_path / "versions.json")] == [6]
     assert (tmp_path / "versions-damaged.json").read_bytes() == damage
-    assert "moved to versions-damaged.json, and begun anew" in caplog.text
+    assert "moved to versions-damaged.json, and started again" in caplog.text
 
 
 @pytest.mark.parametrize("name", KEPT)

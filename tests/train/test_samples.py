@@ -151,7 +151,7 @@ def test_what_cannot_write_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write with a Tiny"):
         Trainer(Tiny, given, Arithmetic(), tokenizer=name).run()
     for wrong, message in (
-        ({}, "names none, and there is no file"),
+        ({}, "no prompts are given, and no file"),
         ({"prompts": ["a"], "every": 0}, "every"),
         ({"prompts": ["a"], "temperature": -1.0}, "not a number from 0 up"),
     ):

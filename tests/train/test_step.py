@@ -322,7 +322,8 @@ def test_hybrid_wants_hosts_alike_and_data_across_them():
         ]
 
     with pytest.raises(
-        ConfigError, match=r"mesh\.preset: hybrid wants hosts alike, and these have 2, 4 devices"
+        ConfigError,
+        match=r"mesh\.preset: hybrid needs hosts of one size, but these have 2, 4 devices",
     ):
         make_mesh("hybrid", devices=hosts(4, 2))
     with pytest.raises(

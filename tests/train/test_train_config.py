@@ -75,7 +75,7 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainingConfig
         ),
         (
             {"mesh": {"data": -1, "fsdp": -1}},
-            "mesh: -1 (the devices that remain) stands more than once (have: data, fsdp).",
+            "mesh: -1 (the devices that remain) appears more than once (have: data, fsdp).",
         ),
         ({"steps": 0}, "steps: 0 is too small. Give at least 1."),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep: 0 is too small. Give at least 1."),
@@ -86,7 +86,7 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainingConfig
         ),
         (
             {"loss": {"implementation": "reference", "rule": "fast"}},
-            "loss.rule: the reference knows none. Leave it out",
+            "loss.rule: the reference implementation does not use it. Leave it out",
         ),
         ({"loss": {"chunk_size": 0}}, "loss.chunk_size: 0 is too small. Give at least 1."),
         ({"stepz": 3}, "stepz: unknown key"),

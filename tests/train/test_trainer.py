@@ -466,7 +466,7 @@ def test_a_damaged_checkpoint_is_set_aside_with_a_warning(copied, finished, capl
     assert result.resumed_from == 8
     assert "checkpoints/12: cannot be read" in caplog.text
     assert "; moved to" in caplog.text
-    assert "checkpoints-damaged/12, going on from step 8" in caplog.text
+    assert "checkpoints-damaged/12, continuing from step 8" in caplog.text
     assert (copied / "checkpoints-damaged/12").is_dir()
     assert sorted(p.name for p in (copied / "checkpoints").iterdir()) == ["12", "8"]
     assert numbers(read_metrics(copied / "metrics.jsonl")) == numbers(

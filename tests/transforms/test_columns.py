@@ -402,8 +402,8 @@ def test_a_batch_function_that_looks_at_its_neighbours_is_refused() -> None:
     sums = Map(lambda batch: {"n": pc.cumulative_sum(batch.column("n"))}, batched=True, version="1")
     with pytest.raises(
         SourceError,
-        match=r"gives a row other values when it comes with others. Make each row depend on itself "
-        r"alone",
+        match=r"returns other values for a row if the batch has other rows. Make each row depend on "
+        r"itself alone",
     ):
         one(sums, n=[1, 2, 3])
     with pytest.raises(
@@ -595,7 +595,7 @@ def test_columns_that_do_not_fit(make: Callable[[], Transform], message: str) ->
         (lambda: Combine("", "{a}"), "'' cannot name a column"),
         (lambda: Combine(ROW_NUMBER, "{a}"), "'__row_number__' cannot name a column"),
         (lambda: Filter(pc.field("a") > 1, version="1"), "an expression says itself what it does"),
-        (lambda: Expand("a", most=0), "0 rows are none"),
+        (lambda: Expand("a", most=0), "0 rows are too few"),
         (lambda: Expand("a", most=1, version="2"), "a column of lists has a type and no version"),
         (lambda: Map(shout, columns={"x": "strin"}), "Map.columns.x: 'strin' is not a type"),
         (lambda: Drop("a")([1]), "list is neither a RecordBatch nor a source with a schema"),  # type: ignore[arg-type]

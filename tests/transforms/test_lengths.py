@@ -525,7 +525,7 @@ def test_trim_prompt_first_keeps_what_is_trained(tmp_path: Path) -> None:
         ({"overlap": 3}, "overlap: has no effect on policy 'keep_start'"),
         ({"policy": "split", "overlap": -1}, "overlap: -1 tokens"),
         ({"policy": "drop", "boundary": "word"}, "boundary: has no effect on policy 'drop'"),
-        ({"budgets": {"a": 0}}, "budgets.a: 0 tokens are none"),
+        ({"budgets": {"a": 0}}, "budgets.a: 0 tokens are too few"),
     ],
 )
 def test_policies_that_make_no_sense_are_refused(options: dict[str, Any], problem: str) -> None:

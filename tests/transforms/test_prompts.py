@@ -558,7 +558,7 @@ def test_train_empty_thinking() -> None:
         assert shown(row, **options, train_empty_thinking=value)[1] == [expected]
     with pytest.raises(
         ConfigError,
-        match=r"train_empty_thinking: has no effect beside train_on 'all'.*Leave it out",
+        match=r"train_empty_thinking: has no effect together with train_on 'all'.*Leave it out",
     ):
         PromptConfig(train_on="all", train_empty_thinking=True)
     with pytest.raises(
@@ -566,7 +566,7 @@ def test_train_empty_thinking() -> None:
     ):
         PromptConfig(format_type="text", train_empty_thinking=False)
     with pytest.raises(
-        ConfigError, match=r"train_empty_thinking: has no effect beside train_on 'all'"
+        ConfigError, match=r"train_empty_thinking: has no effect together with train_on 'all'"
     ):
         DatasetConfig(
             data_files="x.jsonl",
@@ -666,7 +666,7 @@ def test_few_shot_draws_from_data_files_by_seed_and_row(tmp_path: Path) -> None:
     ("options", "problem"),
     [
         ({"format_type": "xml"}, "format_type: 'xml' is not an option"),
-        ({"label_column": "messages"}, "label_column: 'messages' stands twice"),
+        ({"label_column": "messages"}, "label_column: 'messages' appears twice"),
         ({"roles": {"a": "user"}}, "roles: has no effect on format_type 'chat'"),
         (
             {"format_type": "text", "train_on": "all"},
@@ -683,7 +683,7 @@ def test_few_shot_draws_from_data_files_by_seed_and_row(tmp_path: Path) -> None:
         ),
         (
             {"format_type": "prompt_completion", "label_column": "prompt"},
-            "label_column: 'prompt' stands twice",
+            "label_column: 'prompt' appears twice",
         ),
         (
             {"format_type": "alpaca", "train_on": "assistant"},
@@ -828,7 +828,7 @@ def test_prompt_stands_alone_in_a_dataset_and_the_engine_says_what_a_row_lacks(
         with pytest.raises(ConfigError) as caught:
             DatasetConfig(data_files="x.jsonl", prompt=PromptConfig(), **other)  # type: ignore[arg-type]
         assert str(caught.value) == (
-            f"{next(iter(other))}: has no effect beside prompt. Say it in prompt, or leave prompt out."
+            f"{next(iter(other))}: has no effect together with prompt. Say it in prompt, or leave prompt out."
         )
     with pytest.raises(ConfigError, match=r"datasets\[0\].prompt.template: it has a field"):
         tokenized(

@@ -242,7 +242,7 @@ def test_a_model_that_writes_special_tokens_by_itself_cannot_escape(tmp_path: Pa
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(
         TokenizerError,
-        match=r"special_strings='escape' cannot be had: .*'<s>'.*special_strings='error'",
+        match=r"special_strings='escape' is not possible: .*'<s>'.*special_strings='error'",
     ):
         load_tokenizer(TokenizerConfig(name_or_path=str(tmp_path), special_strings="escape"))
     found = {}

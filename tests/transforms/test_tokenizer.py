@@ -586,7 +586,7 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
 
 NO_NETWORK = (
     "Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json (hf download "
-    "a/b --local-dir FOLDER where there is a network), or, for a private or gated repository, set "
+    "a/b --local-dir FOLDER on a machine with a network), or, for a private or gated repository, set "
     "HF_TOKEN."
 )
 

@@ -251,7 +251,7 @@ def test_nothing_is_trained_of_what_only_thinks_and_words_before_it_are_refused(
     row["messages"][3]["content"] = ""
     assert trained(row, template=REASONING, reasoning="mask") == [f"So.{END}"]
     between = {"messages": [*talk("Why?"), {"role": "assistant", "content": "a<think>b</think>c"}]}
-    with pytest.raises(SourceError, match="unproven_spans: reasoning stands behind words"):
+    with pytest.raises(SourceError, match="unproven_spans: reasoning comes after other words"):
         trained(between, reasoning="mask")
 
 
@@ -403,8 +403,14 @@ def test_samples_per_turn_have_their_places_streamed_and_resumed(
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"train_on": "all", "reasoning": "mask"}, "reasoning: 'mask' has no effect where all is"),
-        ({"label_column": "a", "reasoning": "mask"}, "reasoning: 'mask' has no effect where all"),
+        (
+            {"train_on": "all", "reasoning": "mask"},
+            "reasoning: 'mask' has no effect if everything is",
+        ),
+        (
+            {"label_column": "a", "reasoning": "mask"},
+            "reasoning: 'mask' has no effect if everything",
+        ),
         (
             {"label_column": "a", "train_on": "assistant", "reasoning": "per_turn"},
             "reasoning: 'per_turn' makes several samples of a row, and label_column names",
@@ -413,7 +419,7 @@ def test_samples_per_turn_have_their_places_streamed_and_resumed(
         ({"desirable_column": "a", "reasoning": "per_turn"}, "desirable_column names one answer"),
         (
             {"train_on_eos": "last", "reasoning": "per_turn"},
-            "train_on_eos: 'last' has no effect beside reasoning 'per_turn'",
+            "train_on_eos: 'last' has no effect with reasoning 'per_turn'",
         ),
         ({"format_type": "text", "reasoning": "keep"}, "reasoning: has no effect on format_type"),
     ],

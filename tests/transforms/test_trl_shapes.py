@@ -223,9 +223,7 @@ def test_kwargs_that_no_template_is_given_are_refused(tmp_path: Path) -> None:
     for name in (*own, "no-name", "1st"):
         with pytest.raises(ConfigError, match=rf"chat_template_kwargs\.{name}: is not a variable"):
             PromptConfig(chat_template_kwargs={name: []})
-    with pytest.raises(
-        ConfigError, match=r"chat_template_kwargs\.f: .* nothing that JSON can hold"
-    ):
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.f: .* cannot be written as JSON"):
         DatasetConfig(data_files="x.jsonl", chat_template_kwargs={"f": {1, 2}})
     columns = {"prompt_field": "prompt", "completion_field": "completion", "chat_template": THINKS}
     data = rows("completion talk")
@@ -306,7 +304,7 @@ def test_messages_with_other_keys(
     ("fields", "problem"),
     [
         ({"rolle": "from"}, r"message_fields\.rolle: no key of messages"),
-        ({"role": "a", "content": "a"}, r"message_fields\.role: 'a' stands twice"),
+        ({"role": "a", "content": "a"}, r"message_fields\.role: 'a' appears twice"),
         ({"role": ""}, r"message_fields\.role: '' is not a key"),
     ],
 )
@@ -386,10 +384,14 @@ def test_the_end_of_a_completion_of_text_need_not_be_trained(tmp_path: Path) -> 
         assert (ids, mask[:-1]) == (same, open_mask[:-1])
         assert (mask[-1], open_mask[-1]) == (1, 0)
     for options in ({"train_on": "all"}, {"label_column": "a"}):
-        with pytest.raises(ConfigError, match="train_on_eos: has no effect where all is trained"):
+        with pytest.raises(
+            ConfigError, match="train_on_eos: has no effect if everything is trained"
+        ):
             PromptConfig(train_on_eos="none", **options)
     talks = rows("completion talk")
-    with pytest.raises(ConfigError, match=r"datasets\[0\].train_on_eos: has no effect where all"):
+    with pytest.raises(
+        ConfigError, match=r"datasets\[0\].train_on_eos: has no effect if everything"
+    ):
         tokenized(talks, tmp_path, columns | {"train_on_eos": "none", "chat_template": "chatml"})
 
 

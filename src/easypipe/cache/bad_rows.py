@@ -74,7 +74,7 @@ class ErrorBudget:
         raise SourceError(
             at=place(f"dataset {self.dataset!r}", column=self.label),
             problem=f"not one of {counts.rows} rows became a document: "
-            f"{reasons or 'there is none'}{self._first}",
+            f"{reasons or 'there are no rows'}{self._first}",
             fix=f"{advice(most, 'Check the column that is named and the files')}.",
         )
 

@@ -37,8 +37,8 @@ INDEX = -1  # in place of the number of a block
 ROOM = 4096  # the most blocks that are noted at a time
 AHEAD = 7  # how many further blocks are checked with one that was touched
 REMAKE = (
-    "`easypipe verify CACHE --repair` makes it again, or delete it and prepare the dataset "
-    "again; only its rows are tokenized anew."
+    "`easypipe verify CACHE --repair` rebuilds it, or delete it and prepare the dataset "
+    "again; only its rows are tokenized again."
 )
 
 _END = 10  # bytes behind an Arrow file's footer: its length, Int32, and the magic

@@ -287,7 +287,7 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
         check_format(values, path)
         found = shaped(Manifest, values)
         if found.key != str(path).rpartition("/")[2].removesuffix(".json"):
-            raise TypeError(f"it is that of {found.key}")
+            raise TypeError(f"it belongs to {found.key}")
         for file in (found.quarantine, *(part.file for part in found.parts)):
             if file and not is_inside(file):
                 raise TypeError(f"{file!r} is not a file of this cache")
@@ -336,13 +336,13 @@ def contradictions(m: Manifest) -> Iterator[str]:
     else:
         for i, (name, rows) in enumerate(zip(m.shard_names, m.shard_rows, strict=False)):
             if at[i] != rows:
-                yield f"{at[i]} of {rows} rows of {name} are told of"
+                yield f"it describes {at[i]} of {rows} rows of {name}"
     if fingerprint_of(m.tokenizer, m.parts) != m.fingerprint:
-        yield "its fingerprint is not that of its parts"
+        yield "its fingerprint does not match its parts"
     if m.pairs and not m.loss_mask:
         yield "its documents are pairs, and nothing says where the second answer begins"
     if m.quarantine_checksum and not m.quarantine:
-        yield "it has the checksum of a quarantine file, and names none"
+        yield "it has the checksum of a quarantine file, but does not name the file"
 
 
 _KEYS = tuple(entry.name for entry in dataclasses.fields(Manifest))

@@ -30,7 +30,7 @@ from easypipe.core.errors import CacheError
 from easypipe.core.storage import endless_refused
 from easypipe.core.values import Int64, Integers, UInt64
 
-AGAIN = "Prepare the dataset again; only this range is tokenized anew."
+AGAIN = "Prepare the dataset again; only this range is tokenized again."
 LIMIT = Path("/proc/sys/vm/max_map_count")
 
 # not every system has MAP_NORESERVE
@@ -244,8 +244,8 @@ def require_sound(batch: pa.RecordBatch, part: Part, at: str) -> None:
             found = len(column.values), column.offsets[0].as_py(), column.offsets[-1].as_py()
             if found != (part.tokens, 0, part.tokens):
                 problem = (
-                    f"holds {found[0]} tokens, of which its documents have {found[1]} to "
-                    f"{found[2]}; {part.tokens} were committed"
+                    f"holds {found[0]} tokens, its documents have {found[1]} to "
+                    f"{found[2]}, and {part.tokens} were committed"
                 )
                 raise CacheError(at=at, problem=problem, fix=AGAIN)
 

@@ -422,7 +422,7 @@ class TokenCache(Source):
                     at=name,
                     problem=f"damaged: checksum {found}, committed as {part.checksum}",
                     fix="Delete the file and prepare the dataset again; only this range is "
-                    "tokenized anew.",
+                    "tokenized again.",
                 )
 
     def _look_into_files(self) -> Buffers:

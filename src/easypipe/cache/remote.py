@@ -159,7 +159,7 @@ class Staging:
     def punch(self, offset: int, length: int) -> None:
         """Gives room back to the file system; the bytes read as zeros afterwards."""
         if sys.platform != "linux":
-            problem = "staged tokens can only be dropped again on Linux"
+            problem = "staged tokens can be removed only on Linux"
             raise StorageError(
                 at="cache.staging_bytes",
                 problem=problem,
@@ -169,7 +169,7 @@ class Staging:
         libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
         if libc.fallocate(self._file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, offset, length) != 0:
             reason = os.strerror(ctypes.get_errno())
-            problem = f"the file system of the staging folder cannot give room back: {reason}"
+            problem = f"the file system of the staging folder cannot free parts of a file: {reason}"
             raise StorageError(
                 at="cache.staging_dir", problem=problem, fix="Choose a folder on a local disk."
             )

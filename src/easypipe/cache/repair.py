@@ -59,7 +59,7 @@ def repair_cache(
         ):
             continue
         with aside({*files, *stale, path}, folder.options) as kept:
-            log.info("dataset %s: making good %s", writer.dataset, path)
+            log.info("dataset %s: repairing %s", writer.dataset, path)
             writer.fill(again=True)
         _keep_the_old_facts(path, kept.get(path), folder.options)
         stale = {file for file in stale if not storage.exists(file, folder.options)}

@@ -212,7 +212,7 @@ def same_tokenizer_again(name: str, fingerprint: str) -> Tokenizer:
     raise TokenizerError(
         at=name,
         problem="is not the tokenizer that made these tokens: its files or its encoding of a fixed "
-        "text are others",
+        "text are different",
         fix="Put the files back that were used when the tokens were made.",
     )
 
@@ -266,7 +266,7 @@ def _wrong_part(
         said.append(_said(data))
         wrong = wrong_content(m, part, token_batch(data, file))
         if part.blocks not in ("", block_sums(data)):
-            wrong = wrong or "the checksums of its blocks are others"
+            wrong = wrong or "the checksums of its blocks are different"
         if said[-1].get("content", part.content) != part.content:
             wrong = wrong or "its tokens have another hash"
     except (CacheError, pa.ArrowException, OSError, ValueError) as error:
@@ -290,7 +290,7 @@ def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
     masks = batch.column(LOSS_MASK).flatten().to_numpy() if m.loss_mask else np.empty(0)
     two = int(np.count_nonzero(masks == SEGMENT_BREAK))
     if two != (part.docs if m.pairs else 0):
-        wanted = f"all {part.docs} documents are some" if m.pairs else "there are none"
+        wanted = f"all {part.docs} documents are pairs" if m.pairs else "there are none"
         return f"holds {two} pairs of answers, the manifest says that {wanted}"
     largest = int(ids.to_numpy().max()) if len(ids) else 0
     if largest >= m.tokenizer.vocab_size:

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             code = run(arguments)
         except KeyboardInterrupt:  # during the imports, which take time when cold
-            print("easypipe: stopped; run the same command again to go on", file=sys.stderr)
+            print("easypipe: stopped; run the same command again to continue", file=sys.stderr)
             code = 130
         return 128 + stopped[0] if stopped and code == 130 else code
 

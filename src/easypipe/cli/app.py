@@ -173,7 +173,7 @@ def run(arguments: Sequence[str] | None) -> int:
         with naming_extra():
             code = app(given, prog_name="easypipe", standalone_mode=False)
         if code == STOPPED:  # typer returns this after Ctrl-C
-            _say("stopped; run the same command again to go on")
+            _say("stopped; run the same command again to continue")
             _end_others(code, KeyboardInterrupt("stopped"))
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, SystemExit):
@@ -226,8 +226,8 @@ def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
         _say("memory ran out. Give the process more, or less to do at a time.")
         return 1
     _say(
-        f"{type(error).__name__}: {error}. This is not what should happen; run again with "
-        "--debug and report what it prints."
+        f"{type(error).__name__}: {error}. This is a bug in easypipe; run again with "
+        "--debug, and report what it prints."
     )
     return 1
 
@@ -244,7 +244,7 @@ def _say_how_to_set(problem: str, given: Sequence[str]) -> None:
     if option is not None and (told := as_setting(option[1])) is not None:
         _say(told)
     if behind is not None:
-        _say(f"each key takes a --set of its own: --set {behind[1].rstrip(')')}")
+        _say(f"each key needs its own --set: --set {behind[1].rstrip(')')}")
 
 
 def _say(text: str) -> None:

@@ -106,8 +106,8 @@ def clear(
     )
     if folder.remote and done.removed:
         say(
-            "readers of a bucket are unknown: whoever reads it is told that files are missing, and "
-            "prepares again",
+            "readers of a bucket are unknown: a process that reads it fails, because files are "
+            "missing, and must prepare again",
         )
     for name in done.kept:
         say(f"kept {name}: a reader has it open")

@@ -95,7 +95,7 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
     require(
         data.seed is not None or not needs_seed,
         "data.seed" if "data" in values else "seed",
-        "none is given, so every run draws its own order",
+        "not given, so every run draws its own order",
         "Set the seed that the run logged, or keep the run's train.output_dir.",
     )
     within = "data." if "data" in values else ""
@@ -123,8 +123,8 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     require(
         TASK not in values,
         TASK,
-        "a run on images, of which this command knows nothing",
-        "For such runs there are `easypipe train` and `easypipe plan`.",
+        "this is a run on images, which this command does not support",
+        "Use `easypipe train` or `easypipe plan` for such runs.",
     )
     if "data" not in values:
         return from_dict(PipelineConfig, values), {}
@@ -137,7 +137,7 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     require(
         isinstance(held_out, dict),
         "eval",
-        f"expected names with a pipeline config each, got {held_out!r}",
+        f"expected a mapping of names to pipeline configs, got {held_out!r}",
     )
     data, model = from_dict(PipelineConfig, values["data"], "data"), values.get("model")
     if isinstance(model, dict) and "pretrained" in model:

@@ -60,7 +60,7 @@ def doctor(
     require(
         machine or config is not None,
         "doctor",
-        "there is nothing to look at",
+        "there is nothing to check",
         "Give CONFIG.YAML, or --machine.",
     )
     log = logging.getLogger("easypipe")
@@ -72,7 +72,7 @@ def doctor(
         if machine:
             from easypipe.doctor.machine import machine_checks
 
-            require(folder.is_dir(), str(folder), "is not a folder", "Give one that is there.")
+            require(folder.is_dir(), str(folder), "is not a folder", "Give a folder that exists.")
             with tempfile.TemporaryDirectory(prefix=".easypipe-doctor-", dir=folder) as inside:
                 costs.append(
                     f"this machine, and the file system of {folder.absolute()}: about 10 s"

@@ -47,7 +47,7 @@ def explain(
 
     run = described(config, overrides or [], needs_seed=True)
     run.refuse_streaming(
-        "its batches are found only by reading what stands before them",
+        "its batches are found only by reading all the batches before them",
         "for the batches of a run over the token cache",
     )
     ends = None if run.output_dir is None else recorded_steps(run.output_dir)

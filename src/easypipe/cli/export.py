@@ -111,8 +111,8 @@ def _export_gguf(
     require(
         not adapters,
         "--adapters",
-        "a GGUF file is of a whole model",
-        "Leave it out, and they are merged.",
+        "a GGUF file contains a whole model",
+        "Leave it out: the adapters are then merged.",
     )
     from easypipe.train.finished import load_trained
     from easypipe.train.model.pretrained.gguf import needed_gguf, save_gguf

@@ -91,7 +91,7 @@ def generate(
     require(
         sum(ways) == 1,
         "PROMPT",
-        "none is given" if not any(ways) else "is given beside another way to ask",
+        "no prompt is given" if not any(ways) else "is given together with another kind of prompt",
         "Give prompts, or --messages FILE, or --chat.",
     )
     require(system is None or chat, "--system", "has no effect without --chat", "Leave it out.")

@@ -159,7 +159,7 @@ def standard_library() -> Iterator[Module]:
     if not found:
         raise SourceError(
             at=str(root),
-            problem="this Python has no source of its standard library",
+            problem="this Python does not include the source of its standard library",
             fix="Use another Python build.",
         )
 
@@ -227,7 +227,7 @@ def quickstart(
     require(
         not str(folder).startswith("~"),
         "--output-dir",
-        f"there is no home {folder.parts[0]}",
+        f"there is no home folder for {folder.parts[0]}",
         "Give another folder.",
     )
     folder = folder.absolute()

@@ -45,7 +45,7 @@ def report(
 
         say(f"report: {write_report(runs, out).absolute()}")
         return
-    require(out is None, "--out", "has no effect beside --serve", "Leave one of them out.")
+    require(out is None, "--out", "has no effect together with --serve", "Leave one of them out.")
     from easypipe.train.report.serve import HOST, server
 
     try:

@@ -47,7 +47,7 @@ def require_one(as_json: bool, html: Path | None) -> None:
     require(
         not as_json or html is None,
         "--json",
-        "has no effect beside --html",
+        "has no effect together with --html",
         "Leave one of them out.",
     )
 
@@ -109,10 +109,10 @@ def training() -> Iterator[TrainListener]:
         if task is None:
             task = bars.add_task("train", total=event.steps, line="compiling")
         if event.kind == "start" and event.step == event.steps:
-            say(f"all {event.steps} steps are trained; to train on, set a larger train.steps")
+            say(f"all {event.steps} steps are trained; to continue, set a larger train.steps")
         elif event.kind == "start":
             if event.step:
-                say(f"training goes on from step {event.step}")
+                say(f"training continues from step {event.step}")
             if not live:
                 say("compiling: the first step takes longer")
         bars.update(task, completed=event.step)
@@ -147,7 +147,7 @@ QUALITY = (
 )
 
 
-def quality(seen: Json, unknown: str = "ppl beyond any number") -> str:
+def quality(seen: Json, unknown: str = "ppl too large for a number") -> str:
     """Returns the quality beside a loss, as text.
 
     It is the accuracy of a classifier, the share of pairs whose preferred answer won, the mean

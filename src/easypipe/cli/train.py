@@ -38,7 +38,12 @@ def train(
     from easypipe.cli.configs import of_images
 
     if of_images(config, overrides or []):
-        require(not prompt, "--prompt", "begins texts, and this run is on images", "Leave it out.")
+        require(
+            not prompt,
+            "--prompt",
+            "is the beginning of generated texts, but this run is on images",
+            "Leave it out.",
+        )
         _train_classifier(config, overrides or [])
         return
     run = load(config, overrides or [])

@@ -57,7 +57,7 @@ def verify(
         not overrides or config is not None,
         "--set",
         "has no effect without a config",
-        "Give CONFIG.YAML behind PATH.",
+        "Give CONFIG.YAML after PATH.",
     )
     run = None if config is None else described(config, overrides or [])
     data = None if run is None else run.data
@@ -66,8 +66,8 @@ def verify(
     require(
         not repair or not any(one.kind == check.CHECKPOINT for one in found),
         "--repair",
-        "checkpoints cannot be made again from a source",
-        "Train again: the run moves a damaged checkpoint aside and goes on from the one before it.",
+        "checkpoints cannot be rebuilt from a source",
+        "Train again: the run moves a damaged checkpoint aside, and continues from the one before.",
     )
     if repair and not all(one.ok for one in found):
         with contextlib.nullcontext() if run is None else run.placed():
@@ -109,14 +109,14 @@ def _repaired(
 
     _show(found)
     if data is None:
-        say("making good what is broken, as it was made")
+        say("repairing what is broken, with the config that made it")
         with progress() as listener:
             return repair_as_made(path, progress=listener)
     storage_options = _options_for(path, data)
     cache = check.cache_folder_of(path, storage_options)
     if cache is not None:
         data = dataclasses.replace(data, cache_dir=str(cache[0].at()))
-    say("making good what is broken")
+    say("repairing what is broken")
     with progress() as listener:
         pipeline = chain(data, progress=listener, save=cache is None)
         return pipeline.repair(path)

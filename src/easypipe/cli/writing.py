@@ -78,6 +78,6 @@ def load(
         raise ConfigError(
             at="--tokenizer",
             problem=f"{name} names no tokenizer",
-            fix="Give the one that made its tokens.",
+            fix="Give the tokenizer that made its tokens.",
         )
     return Loaded(decoder, chosen, seen)

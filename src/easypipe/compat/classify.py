@@ -116,7 +116,7 @@ class ImagesConfig:
         require(
             not self.val_split or self.val_files is None,
             "val_split",
-            "has no effect beside val_files",
+            "has no effect together with val_files",
             "Leave one of them out.",
         )
         require(
@@ -172,7 +172,7 @@ class ImageRows:
         if image is None:
             raise SourceError(
                 at=place(self._name, row=index, column="image"),
-                problem="there is none",
+                problem="the row has no image",
                 fix="Leave such rows out.",
             )
         return {
@@ -267,7 +267,7 @@ class Images:
         most = np.iinfo(np.int64).max if classes is None else len(classes)
         wrong = np.flatnonzero((numbers < 0) | (numbers >= most))
         if wrong.size:
-            problem = f"label {self._labels[int(wrong[0])].as_py()!r} is none of the classes"
+            problem = f"label {self._labels[int(wrong[0])].as_py()!r} is not one of the classes"
             raise SourceError(
                 at=self._row(int(wrong[0])),
                 problem=problem,
@@ -341,7 +341,7 @@ class ClassifyConfig:
             require(
                 value == known,
                 f"task.{key}",
-                f"{value!r} is nothing that is trained from a config",
+                f"{value!r} cannot be trained from a config",
                 "From Python: UniversalDataModule and Trainer.",
                 [known],
             )
@@ -365,7 +365,7 @@ class ClassifyConfig:
         require(
             self.train.lora is None,
             "train.lora",
-            "adapts the projections of a decoder, and there is none here",
+            "adapts the projections of a decoder, but this model is not a decoder",
             "Leave it out.",
         )
         require(

@@ -139,20 +139,20 @@ class UniversalDataModule:
             or not texts
             or self._column not in have,
             "tokenizer",
-            "the rows are text, and there is none",
+            "the rows are text, but no tokenizer is given",
             "Name the tokenizer that encodes them.",
         )
         require(
             self.tokenizer is None or sure or self.task_spec.modality != DEFAULT,
             "tokenizer",
-            "has no effect: the rows hold no text that is known",
+            "has no effect: no column of text is known",
             f"Name the column of text {TEXT!r}, or say by task_spec what the rows are.",
             have,
         )
         require(
             self.max_length is None or (self.tokenizer is not None and texts),
             "max_length",
-            "cuts texts that are encoded here, and these are not",
+            "cuts texts that are encoded here, but these rows are not text",
             "Leave it out.",
         )
 

@@ -68,7 +68,7 @@ class DatasetSection:
             require(
                 self.data_files is None or value is None,
                 name,
-                "has no effect beside data_files",
+                "has no effect together with data_files",
                 "Leave it out.",
             )
 

@@ -54,7 +54,7 @@ class PreprocessedDataset:
         require(
             not is_streamed(hf_dataset),
             "hf_dataset",
-            f"{type(hf_dataset).__name__} gives no rows by number",
+            f"{type(hf_dataset).__name__} does not return rows by number",
             "Use create_preprocessed_dataset(..., streaming=True).",
         )
         self._data, self._engine = hf_dataset, prompt_engine
@@ -253,7 +253,7 @@ def _require_engine(engine: Any) -> None:
     require(
         not isinstance(engine, str | bytes) and callable(attribute_of(engine, "encode")),
         "prompt_engine",
-        f"{type(engine).__name__} encodes no rows",
+        f"{type(engine).__name__} does not encode rows",
         'Give PromptEngine("my-tokenizer", PromptConfig()).',
     )
 
@@ -282,12 +282,14 @@ def _with_ids(engine: Any, made: Item) -> Encoded:
     if not isinstance(made, Mapping) or INPUT_IDS not in made:
         have = sorted(made) if isinstance(made, Mapping) else [type(made).__name__]
         fix = (
-            "Let encode(row) give a dict with input_ids, and loss_mask or labels where not "
-            "every "
-            "token is a target."
+            "Let encode(row) return a dict with input_ids, and loss_mask or labels if not "
+            "every token is a target."
         )
         raise SourceError(
-            at="", problem=f"{type(engine).__name__}.encode gave no {INPUT_IDS}", have=have, fix=fix
+            at="",
+            problem=f"{type(engine).__name__}.encode returned no {INPUT_IDS}",
+            have=have,
+            fix=fix,
         )
     return {str(name): np.asarray(values) for name, values in made.items()}
 

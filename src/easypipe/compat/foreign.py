@@ -120,11 +120,11 @@ class OwnTokenizer:
         own = attribute_of(ids, "ids")  # `tokenizers` returns an Encoding
         array = np.asarray(ids if own is None else own)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            problem = f"{type(self._own).__name__}.encode gave {type(made).__name__}"
+            problem = f"{type(self._own).__name__}.encode returned {type(made).__name__}"
             raise SourceError(
                 at="tokenizer",
                 problem=problem,
-                fix="Let it give a list of ids, or a dict with input_ids.",
+                fix="Let it return a list of ids, or a dict with input_ids.",
             )
         return array[: self._max_length]
 

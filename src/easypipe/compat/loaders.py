@@ -159,9 +159,7 @@ class DataLoaderConfig:
         if not drawing:
             return dataclasses.replace(self, seed=0)
         seed = draw_seed()
-        log.info(
-            "loader: no seed was given, drew %d; seed=%d gives these batches again", seed, seed
-        )
+        log.info("loader: no seed was given, drew %d; seed=%d repeats these batches", seed, seed)
         return dataclasses.replace(self, seed=seed)
 
     def warn_of_what_has_no_effect(self) -> None:
@@ -391,7 +389,7 @@ def require_rows(dataset: Dataset, *, at: str) -> None:
                 repr(dataset),
                 "Open it first: datasets.load_dataset(...), or a Pipeline, which reads files.",
             )
-        raise ConfigError(at=at, problem=f"{name} gives no rows by number", fix=fix)
+        raise ConfigError(at=at, problem=f"{name} does not return rows by number", fix=fix)
 
 
 def _forward_loader(dataset: Dataset, options: DataLoaderConfig, name: str) -> EpochLoader:

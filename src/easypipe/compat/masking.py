@@ -131,7 +131,7 @@ class MaskedLMCollator:
             at = place(f"row {number} of the batch", column=WORD_IDS)
             raise SourceError(
                 at=at,
-                problem="whole_word needs it where there is no tokenizer",
+                problem="whole_word needs it if there is no tokenizer",
                 fix="Give the word of each token.",
             )
         return np.cumsum(self.starts[ids] | self.special[ids], dtype=np.int64)

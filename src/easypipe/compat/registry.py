@@ -257,7 +257,7 @@ class CollatorRegistry:
             require(
                 not needed or key in values,
                 f"collator {entry.name!r}, option {key!r}",
-                "is needed, and there is none",
+                "is required, but not given",
                 f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: ...}}).",
             )
         if anything or TASK in inspect.signature(entry.factory).parameters:

@@ -95,7 +95,7 @@ class VisionDataCollator:
         require(
             size is None or (len(size) == 2 and min(size) >= 1),
             "image_size",
-            f"{size} is no (height, width)",
+            f"{size} is not (height, width)",
             "Give two numbers of pixels.",
         )
         check_tensors(self.return_tensors)

@@ -96,10 +96,10 @@ def column_of(field: pa.Field, width: int | None, at: str) -> AlignedColumn:
     if not number or (width or own) != own or (own and field.name == LOSS_WEIGHTS):
         raise SourceError(
             at=place(at, column=field.name),
-            problem=f"holds {field.type}, and an aligned column holds a number for every token, or "
-            f"as many numbers for each{'' if width is None else f', here {width}'}",
-            fix="Give lists as long as input_ids. Of lists in lists name the length of the inner "
-            f"ones: aligned_columns: {{{field.name}: 8}}.",
+            problem=f"holds {field.type}, but an aligned column holds a number for every token, or "
+            f"lists of one length{'' if width is None else f', here {width}'}",
+            fix="Give lists as long as input_ids. For lists in lists, name the length of the inner "
+            f"lists: aligned_columns: {{{field.name}: 8}}.",
         )
     kind = np.dtype(inner.to_pandas_dtype()).name
     # Arrow packs bools into bits, and kernels copy bytes
@@ -155,14 +155,17 @@ def flat_values(
     values = lists.flatten()
     if column.width:
         inner, wanted = _lengths(values), column.width
-        check(each(np.equal(inner, wanted)), lambda i: f"a token of it has not {wanted} values")
+        check(
+            each(np.equal(inner, wanted)),
+            lambda i: f"one of its tokens does not have {wanted} values",
+        )
         values = values.flatten()
     valid = _valid(values).reshape(-1, max(1, column.width))
     check(each(np.asarray(valid.all(axis=1))), lambda i: "a null among its values")
     found = values.to_numpy(zero_copy_only=False).astype(column.kind, copy=False)
     if column.name == LOSS_WEIGHTS:
         right = np.asarray(np.isfinite(found) & (found >= 0))
-        check(each(right), lambda i: "a weight below 0, or none at all")
+        check(each(right), lambda i: "a weight that is below 0, or not a number")
     return found.reshape(-1, *column.shape)
 
 

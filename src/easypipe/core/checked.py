@@ -108,13 +108,13 @@ def parse_checked(
     before, mark, after = data.partition(_MARK)
     blanked = b"".join((before, mark, _BLANK, after[len(_BLANK) :]))
     if mark and after[: len(_BLANK)] != xxh3_128_hexdigest(blanked).encode():
-        raise _damaged(path, "its checksum is not that of its content")
+        raise _damaged(path, "its checksum does not match its content")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"it is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise _damaged(path, "it holds no JSON object")
+        raise _damaged(path, "it is not a JSON object")
     found = cast("JsonObject", value)
     if not mark and (older is None or not found.keys() <= set(older)):
         raise _damaged(
@@ -163,7 +163,7 @@ def recall_checked(
         why = f"damaged: it does not hold what this version of easypipe writes: {error!r}"
     if str(path) not in _told:
         _told.add(str(path))
-        log.warning("%s %s is made again: %s", what, path, why)
+        log.warning("%s %s is rebuilt: %s", what, path, why)
     return None
 
 

@@ -340,7 +340,7 @@ def load_yaml(path: str | Path) -> JsonObject:
         raise ConfigError(
             at=place(str(path), line=line),
             problem=f"not UTF-8 at byte {error.start}",
-            fix="Write the file anew.",
+            fix="Save the file as UTF-8.",
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -411,7 +411,7 @@ def require_harmless(values: Any, at: str) -> None:
             require_harmless(value, f"{at}[{i}]")
     elif isinstance(values, str):
         whole = not any("\ud800" <= letter <= "\udfff" for letter in values)
-        require(whole, at, f"{values!a} is not text of Unicode", "Write it anew.")
+        require(whole, at, f"{values!a} is not valid Unicode", "Write it again.")
 
 
 def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
@@ -429,7 +429,7 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
         try:  # where the locale is ASCII, the bytes of other letters come as halves of surrogates
             override = override.encode("utf-8", "surrogateescape").decode()
         except UnicodeError:
-            problem = f"{override!a} is not text of UTF-8"
+            problem = f"{override!a} is not valid UTF-8"
             raise ConfigError(at="--set", problem=problem, fix="Write it in UTF-8.") from None
         path, equals, text = override.partition("=")
         require(
@@ -461,7 +461,7 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
                 index = key
             else:
                 raise ConfigError(
-                    at=here, problem=f"{node!r} has no keys", fix="Set what stands before the dot."
+                    at=here, problem=f"{node!r} has no keys", fix="Set the key before the dot."
                 )
             if last:
                 node[index] = value

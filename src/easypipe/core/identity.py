@@ -38,8 +38,8 @@ def warn_unversioned(of: str, name: str) -> None:
         name: Its name.
     """
     logger.warning(
-        "%s: %s has no version, so nothing that it makes is kept in the token cache. Give it one "
-        "(version=..., or its attribute `version`), and another one whenever it changes.",
+        "%s: %s has no version, so its results are not kept in the token cache. Give it one "
+        "(version=..., or its attribute `version`), and change it whenever the function changes.",
         of,
         name,
     )

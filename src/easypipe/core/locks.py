@@ -94,8 +94,8 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
                 return None
             raise StorageError(
                 at=str(path),
-                problem=f"this file system has no locks: {error}",
-                fix="Put the cache on another one.",
+                problem=f"this file system does not support locks: {error}",
+                fix="Put the cache on another file system.",
             ) from error
         # a process that held it alone may have removed it between our opening and locking
         with contextlib.suppress(FileNotFoundError):
@@ -153,7 +153,7 @@ def mark_reader(cache_dir: Path, key: str) -> Hold | None:
             )
         # Who may not write here may not clear either; its owner should ask before clearing.
         else:
-            log.debug("%s is read-only, its reader leaves no mark", cache_dir)
+            log.debug("%s is read-only, so its reader is not recorded", cache_dir)
         return None
 
 

@@ -29,8 +29,8 @@ from easypipe.core.values import Arguments
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
-OTHER = "the server sent something else than the file, a page of its own perhaps"
-_TOO_MUCH = "more than the {} bytes came that were asked for"
+OTHER = "the server sent something other than the file, perhaps a page of HTML"
+_TOO_MUCH = "the server sent more than the {} bytes that were requested"
 _RANGE = re.compile(r"bytes (\d+)-", re.IGNORECASE)  # the head of Content-Range
 _FOLLOWING = {"range", "accept", "accept-encoding", "user-agent"}  # headers of every client
 
@@ -153,10 +153,10 @@ async def _http_range(
             and now != identity
             and now.partition(":")[0] == identity.partition(":")[0]
         ):
-            raise ChangedError("the server says that the file is another now")
+            raise ChangedError("the server says that the file has changed")
         if packed := _packed(answer.headers):
             answer.close()  # before it is unpacked: it may be of any size
-            raise PackedError(f"the server packed it ({packed}), which was not asked for")
+            raise PackedError(f"the server compressed it ({packed}), which was not requested")
         skipped = start  # if the server sends the whole file, the part is cut out of it
         if answer.status == 206:
             skipped = 0
@@ -214,7 +214,7 @@ def object_range(
     if told.get(kind, then) != then:
         if not told[kind]:
             raise OtherAnswerError(OTHER)
-        raise ChangedError("the store says that the object is another now")
+        raise ChangedError("the store says that the object has changed")
     _check_range(told.get("range", ""), start, stop)
     if len(data) > stop - start:
         raise OtherAnswerError(_TOO_MUCH.format(stop - start))

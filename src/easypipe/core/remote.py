@@ -426,7 +426,7 @@ def _told(
     if any(map(_offline, causes_of(error))):
         return StorageError(
             at=at,
-            problem="HF_HUB_OFFLINE forbids to ask the Hub",
+            problem="HF_HUB_OFFLINE forbids access to the Hub",
             fix="Unset it, or read files that are on this machine.",
         )
     if isinstance(error, ChangedError):

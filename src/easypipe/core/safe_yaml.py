@@ -105,7 +105,7 @@ def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         if not isinstance(key, str | int | float | None):
             raise yaml.MarkedYAMLError(problem="a key is not text", problem_mark=mark)
         if key in seen:
-            raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem=f"key {key!r} appears twice", problem_mark=mark)
         seen.add(key)
     loader.flatten_mapping(node)
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)

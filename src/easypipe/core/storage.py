@@ -647,7 +647,7 @@ def endless_refused(path: str | Path) -> Path:
         raise StorageError(
             at=str(path),
             problem="is a pipe, a socket or a device",
-            fix="Copy what it gives into a file.",
+            fix="Copy its content into a file.",
         )
     return local
 

@@ -126,7 +126,7 @@ def require_trusted_storage(options: Settings, at: str) -> None:
                 problem=f"would send credentials of this machine to {_shown(url)}, which only the "
                 "configuration names",
                 fix=f"If you trust that server, pass --trust-endpoint {_shown(url)}, or give "
-                "credentials of its own beside it.",
+                "it credentials of its own in the configuration.",
             )
 
 

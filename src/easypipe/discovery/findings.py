@@ -141,7 +141,7 @@ class Discovery:
             problem = (
                 f"no part {asked!r}"
                 if not found
-                else f"{len(found)} parts are meant by {asked!r}: index `parts` for one"
+                else f"{len(found)} parts match {asked!r}: index `parts` for one"
             )
             raise ConfigError(
                 at=self.source, problem=problem, have=have, fix=did_you_mean(asked, have)

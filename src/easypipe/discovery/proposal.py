@@ -56,11 +56,11 @@ class Trial:
 
     def __str__(self) -> str:
         if self.first is None:
-            return f"all of the first {self.rows} rows can be read so"
+            return f"all of the first {self.rows} rows can be read this way"
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.reasons.items())
         number, why = self.first
         return (
-            f"{sum(self.reasons.values())} of the first {self.rows} rows cannot be read so: "
+            f"{sum(self.reasons.values())} of the first {self.rows} rows cannot be read this way: "
             f"{reasons}; row {number}: {why}"
         )
 
@@ -294,7 +294,7 @@ def _with_one_prompt(at: str, found: Kind, rows: Sequence[Row]) -> Kind:
     require(
         _begin_with_prompts(found, rows),
         at,
-        "preference pairs whose conversations begin with the answer: the prompt stands "
+        "preference pairs whose conversations begin with the answer: the prompt is "
         "in a column of its own",
         "Put it in front of both with format_callback.",
     )

@@ -181,8 +181,8 @@ def masks(sample: Sample) -> str:
         if wrong.any():
             row, slot = map(int, np.argwhere(wrong)[0])
             raise Failed(
-                f"batch {n}, row {row}, slot {slot}: the label is {labels[row, slot]}, the next "
-                f"token of the segment {ids[row, slot + 1] if same[row, slot] else 'is none'}"
+                f"batch {n}, row {row}, slot {slot}: the label is {labels[row, slot]}, and the "
+                f"next token of the segment is {ids[row, slot + 1] if same[row, slot] else 'none'}"
             )
         for row, explained in enumerate(sample.loader().explain(n).rows):
             for one in explained.segments:
@@ -191,8 +191,8 @@ def masks(sample: Sample) -> str:
                 # The first token of a segment is not a label; a piece may lack its prompt.
                 if found > open_to or (found < open_to - 1 and not one.is_part):
                     raise Failed(
-                        f"batch {n}, row {row}, {one.title}: {found} targets, where its loss mask "
-                        f"opens {open_to} tokens"
+                        f"batch {n}, row {row}, {one.title}: {found} targets, but its loss mask "
+                        f"trains {open_to} tokens"
                     )
         targets += int(trained.sum())
     return f"{targets:,} targets"

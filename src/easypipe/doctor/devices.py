@@ -57,7 +57,7 @@ def memory_headroom(run: RunConfig) -> str:
     if devices[0].platform == "cpu":
         there = _free_memory() // len(devices)
     if there is None:
-        raise Skipped(f"a step takes {taken / 1e6:,.0f} MB; the device does not tell what it has")
+        raise Skipped(f"a step takes {taken / 1e6:,.0f} MB; the memory of the device is not known")
     says = f"a step takes {taken / 1e6:,.0f} MB of the {there / 1e6:,.0f} MB of a device"
     if plan.memory.refused or taken > there * (1 - HEADROOM):
         advice = "; ".join(plan.advice) or "a smaller batch, or more devices"

@@ -71,7 +71,7 @@ def installation() -> str:
             raise Failed(f"{name} is not installed") from None
     drawn = permute(np.arange(1000), 1000, 7)
     if sorted(drawn.tolist()) != list(range(1000)):
-        raise Failed("a permutation of 1,000 rows is none")
+        raise Failed("a permutation of 1,000 rows repeats or misses rows")
     return f"Python {sys.version.split()[0]}, {', '.join(found)}"
 
 
@@ -90,7 +90,7 @@ def locks_exclude(folder: Path) -> str:
         if _is_free(path):
             raise Failed(f"{path}: held here, and another process got it too")
     if not _is_free(path):
-        raise Failed(f"{path}: let go here, and another process did not get it")
+        raise Failed(f"{path}: released here, but another process did not get it")
     return "two processes, one lock"
 
 
@@ -145,7 +145,7 @@ def a_kill_loses_nothing(folder: Path) -> str:
     left = [path.name for path in inside.iterdir() if path.name != "file"]
     if swept != 1 or left:
         raise Failed(f"{inside}: what a killed process left is not found: {left}")
-    return "the old bytes stood, and what was left was removed"
+    return "the old bytes were kept, and temporary files were removed"
 
 
 def clock(folder: Path) -> str:
@@ -160,8 +160,8 @@ def clock(folder: Path) -> str:
     path.write_bytes(b"2")
     if path.stat().st_mtime_ns == first:
         raise Failed(
-            f"two changes of a file {COARSE_S} s apart have one date: a change that keeps a file's "
-            "size may be overlooked"
+            f"two changes of a file {COARSE_S} s apart have the same date: a change that keeps a "
+            "file's size may be overlooked"
         )
     return f"files are dated {ahead:+.2f} s from this machine's clock"
 
@@ -200,4 +200,4 @@ def _is_free(path: Path) -> bool:
 
 
 def _no_lock(path: Path) -> locks.Hold:
-    raise Failed(f"{path}: a new file is locked by somebody")
+    raise Failed(f"{path}: a new file is locked by another process")

@@ -47,7 +47,7 @@ def no_document_sees_another(run: RunConfig, sample: Sample) -> str:
         at, slot = map(int, np.unravel_index(apart.argmax(), apart.shape))
         raise Failed(
             f"slot {slot}, of document {row[SEGMENT_IDS][at, slot]} of a row, changes by "
-            f"{apart.max():.3g} where the tokens of document 1 are others"
+            f"{apart.max():.3g} when the tokens of document 1 change"
         )
     return f"{int(row[SEGMENT_IDS].max())} documents of a row"
 
@@ -59,7 +59,7 @@ def packing_keeps_the_loss(run: RunConfig, sample: Sample) -> str:
     for number in range(1, int(row[SEGMENT_IDS].max()) + 1):
         alone += _loss(model, _alone(row, number))
     if abs(whole - alone) > CLOSE * abs(alone):
-        raise Failed(f"the loss of a row is {whole:.6g}, that of its documents alone {alone:.6g}")
+        raise Failed(f"the loss of a row is {whole:.6g}, and {alone:.6g} for its documents alone")
     return f"a loss of {whole:.4g} both ways"
 
 
@@ -67,7 +67,7 @@ def accumulated_equals_whole(run: RunConfig, sample: Sample, folder: Path) -> st
     """Checks that one step over a batch and one over its halves have one loss and gradient norm."""
     batch = sample.batches[0]
     if LABELS not in batch or len(batch[INPUT_IDS]) % 2:
-        raise Skipped("batches of labels with an even number of rows are wanted")
+        raise Skipped("it needs batches of labels with an even number of rows")
     model, found = _small(run, sample), []
     for pieces in (1, 2):
         config = TrainingConfig(

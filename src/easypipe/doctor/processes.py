@@ -72,7 +72,9 @@ def a_kill_while_preparing(sample: Sample) -> str:
     documents = compare(prepared, place.pipeline, "prepared after a kill")
     left = [path for path in place.folder.rglob("*") if path.name.startswith(storage.TEMPORARY)]
     if left:
-        raise Failed(f"{left[0].relative_to(place.folder)}: left by a killed process, and stays")
+        raise Failed(
+            f"{left[0].relative_to(place.folder)}: left by a killed process, and not removed"
+        )
     return f"killed, and prepared again: {documents}"
 
 

@@ -130,7 +130,8 @@ def _result(ray: Any, ready: Any, task: _Task) -> int:
         raise CacheError(
             at=f"dataset {task.dataset!r}, ranges {task.part[0]} to {task.part[-1]}",
             problem=f"Ray's worker died {RETRIES + 1} times: {type(error).__name__}",
-            fix="Look for memory in the workers' logs; what was finished is kept, run again.",
+            fix="Look for memory errors in the workers' logs; then run again, finished ranges are "
+            "kept.",
         ) from error
 
 

@@ -77,7 +77,7 @@ def differences(trained: Trained, folder: Path, *, adapters: bool = False) -> It
             raise ConfigError(
                 at="--check",
                 problem="these adapters belong to no published model, which PEFT could open",
-                fix="Export without --adapters, and they are merged.",
+                fix="Export without --adapters: the adapters are then merged.",
             )
         base = model_folder(trained.base, None)
     theirs = _opened(base, folder if adapters else None, scores=trained.model.score is not None)

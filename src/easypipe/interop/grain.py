@@ -81,8 +81,8 @@ class LoaderIterator(grain.DatasetIterator):
         if STATE_KEY not in state:
             raise StateError(
                 at="grain state",
-                problem=f"no state of an easypipe loader: it has {sorted(state)}",
-                fix="Restore what get_state() gave.",
+                problem=f"not a state of an easypipe loader: it has {sorted(state)}",
+                fix="Restore what get_state() returned.",
             )
         self._loader.restore(state[STATE_KEY])
         self._end()
@@ -111,7 +111,7 @@ class LoaderIterator(grain.DatasetIterator):
         require(
             self._loader.rows.by_number,
             "next index",
-            f"{index}, but streams are read forward: no batch can be named that was not reached",
+            f"{index}, but streams are read forward: batches cannot be read by number",
             "Keep get_state() where the iteration is to go on, and give it to set_state(); "
             "or leave streaming out.",
         )

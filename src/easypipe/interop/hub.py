@@ -33,7 +33,7 @@ Where = dict[str, Any]  # the arguments by which the client knows a repository o
 ACCOUNT = "Set hub_token or HF_TOKEN, or log in with `hf auth login`"
 # By the status of an answer of the Hub: what it means, and what helps.
 ANSWERS = {
-    401: ("the Hub does not accept the token, or there is none", f"{ACCOUNT}."),
+    401: ("the Hub does not accept the token, or no token is set", f"{ACCOUNT}."),
     403: (
         "the token may not write there",
         "Use a token with write permission, of an account that may write to the repository.",
@@ -71,7 +71,7 @@ def push(
     standing = repo.sizes()
     own_card = CARD not in standing or publication.mark.encode() in repo.read(CARD)
     if not own_card:
-        log.info("hub: the README.md of %s is somebody's own, it stays as it is", repo_id)
+        log.info("hub: the README.md of %s was not written by easypipe, so it is kept", repo_id)
     # The manifests are compared byte by byte: they hold the checksums of the other files.
     up_to_date = all(standing.get(file.name) == file.num_bytes for file in files) and all(
         repo.read(file.name) == file.content for file in files if file.content is not None
@@ -149,8 +149,8 @@ class _Repository:
         )
         if not private and info.private:
             log.warning(
-                "hub: the repository %s is private and stays so; hub_private=False applies to "
-                "repositories that are made",
+                "hub: the repository %s is private and stays so; hub_private=False applies only "
+                "to new repositories",
                 self.repo_id,
             )
         if self.revision != MAIN:
@@ -215,10 +215,10 @@ class _Repository:
         while error.__cause__ is not None and not isinstance(error, HfHubHTTPError):
             error = error.__cause__  # the client wraps what failed in one of its threads
         if isinstance(error, OfflineModeIsEnabled):
-            fix = "Unset it and run the job again: what was saved stands."
-            return ": HF_HUB_OFFLINE forbids to ask the Hub", fix
+            fix = "Unset it and run the job again: what was saved is kept."
+            return ": HF_HUB_OFFLINE forbids access to the Hub", fix
         what, said, status = type(error).__name__, str(error).strip().replace("\n", " "), ""
-        fix = "Run the job again: what was uploaded stays and is not sent again."
+        fix = "Run the job again: uploaded files are kept and not sent again."
         if isinstance(error, HfHubHTTPError):
             status, said = f" with HTTP {error.response.status_code}", error.server_message or said
             what, fix = ANSWERS.get(error.response.status_code, (what, fix))

@@ -119,7 +119,7 @@ class TorchBatches(data.IterableDataset):
         if STATE_KEY not in state_dict:
             raise StateError(
                 at="state_dict",
-                problem=f"no state of an easypipe loader: it has {sorted(state_dict)}",
+                problem=f"not a state of an easypipe loader: it has {sorted(state_dict)}",
                 fix="Give state_dict().",
             )
         self._loader.restore(state_dict[STATE_KEY])

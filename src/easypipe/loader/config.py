@@ -99,7 +99,7 @@ class LoadStageConfig:
         require(
             self.partition_spec is None or self.mesh is not None or self.prefetch_to_device,
             "partition_spec",
-            "there is no mesh to lie on",
+            "has no effect without a mesh",
             "Set mesh, for example {'data': -1}.",
         )
 

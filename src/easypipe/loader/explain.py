@@ -302,7 +302,7 @@ class _Texts:
         if dataset not in self._known:
             self._known[dataset] = None
             if self._decoder is None:
-                self._notes.append("no text: this loader knows no tokenizer")
+                self._notes.append("no text: this loader has no tokenizer")
             else:
                 try:
                     self._known[dataset] = self._decoder(dataset)

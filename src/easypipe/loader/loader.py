@@ -335,7 +335,7 @@ class Loader:
         require(
             not allow_changed or self.can_change,
             "allow_changed",
-            "a stream cannot be entered at another place than where its files were left",
+            "a stream can continue only where its files were left",
             "Start a new run, or leave streaming out.",
         )
         if not isinstance(state, LoaderState):
@@ -348,14 +348,14 @@ class Loader:
                 error.fix = (
                     "Restore into the pipeline that saved it, or start a new run: a "
                     "stream "
-                    "cannot be entered at another place."
+                    "cannot start at another place."
                 )
             raise
         reader = self.rows.open(state)
         if state is not saved and reader.available(state.row - 1, state.row) == 0 < state.row:
             raise StateError(
                 at="loader state",
-                problem=f"it stands at row {state.row}, and there are fewer rows now",
+                problem=f"it is at row {state.row}, and there are fewer rows now",
                 fix="Start a new run.",
             )
         short = self._counted(state).start(state.batch) - state.row
@@ -413,9 +413,9 @@ class Loader:
         if step < steps.begin.batch:
             raise StateError(
                 at=self.name,
-                problem=f"batch {step} stood before batch {steps.begin.batch}, at which this run "
-                "went on with something changed",
-                fix="Ask a loader that is made as this one was then.",
+                problem=f"batch {step} comes before batch {steps.begin.batch}, from which this "
+                "run continued with changes",
+                fix="Ask a loader that is made with the options of that time.",
             )
 
     def _row(self, batch: int) -> int:

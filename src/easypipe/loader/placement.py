@@ -298,7 +298,7 @@ def _partition_spec(spec: Any, mesh: Mesh) -> PartitionSpec:
             if axis in seen:
                 raise PlacementError(
                     at="partition_spec",
-                    problem=f"axis {axis!r} stands twice",
+                    problem=f"axis {axis!r} appears twice",
                     fix="Use each axis once.",
                 )
             seen.add(axis)

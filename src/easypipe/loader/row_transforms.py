@@ -63,8 +63,8 @@ class MappedRows(DerivedRows):
         require(
             isinstance(version, str) and version,
             "map_rows.version",
-            f"{version!r} names no version",
-            "Give text, and another when the function changes.",
+            f"{version!r} is not a version",
+            "Give text, and change it when the function changes.",
         )
         super().__init__(rows, rows.num_epochs)
         self.transforms = (*rows.transforms, (_name(transform), version))

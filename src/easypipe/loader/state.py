@@ -90,8 +90,8 @@ class LoaderState:
         if not isinstance(values, dict) or "version" not in values:
             raise StateError(
                 at="loader state",
-                problem="no state of a loader",
-                fix="Give what `loader.state().to_json()` gave.",
+                problem="not a state of a loader",
+                fix="Give what `loader.state().to_json()` returned.",
             )
         if values["version"] != VERSION:
             raise StateError(
@@ -172,7 +172,7 @@ class LoaderState:
                 fix="Start a new run.",
             )
         log.warning(
-            "loader state: %s; going on behind batch %d, from row %d of what there is now",
+            "loader state: %s; continuing after batch %d, from row %d of the current data",
             problem,
             self.batch,
             self.row,

@@ -214,7 +214,7 @@ def _lengths(dataset: PlanDataset, docs: Int64) -> Int32:
             at=f"dataset {dataset.name!r}",
             problem=f"lengths of {docs.shape[0]} documents came as "
             f"{lengths.dtype}{list(lengths.shape)}",
-            fix="PlanDataset.lengths gives Int32[n].",
+            fix="PlanDataset.lengths must return Int32[n].",
         )
     if (lengths < 0).any():
         n = int(np.argmax(lengths < 0))

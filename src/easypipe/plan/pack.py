@@ -202,7 +202,7 @@ def nothing_fits(num_docs: int, spec: PackSpec) -> PlanError:
         )
     return PlanError(
         at="pack.oversize",
-        problem=f"of {num_docs} documents none fits a row of {spec.seq_length} tokens",
+        problem=f"none of {num_docs} documents fits a row of {spec.seq_length} tokens",
         fix="Raise pack.seq_length, or set pack.oversize to 'split' or 'truncate'.",
     )
 

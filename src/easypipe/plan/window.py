@@ -378,9 +378,9 @@ class _Mixing(Generic[At]):
             i = int(np.searchsorted(ends, n, side="right"))
             raise PlanError(
                 at=self._feed.name(i, int(self._docs[n])),
-                problem=f"{sizes[n]} tokens cannot be weighed: "
-                f"shares by tokens know documents of up to {MAX_SIZE}",
-                fix="Weigh by rows, or cut the document.",
+                problem=f"{sizes[n]} tokens are too many: "
+                f"shares of tokens support documents of up to {MAX_SIZE}",
+                fix="Set mix.unit to rows, or cut the document.",
             )
         return Known(sizes, ends - known, known)
 

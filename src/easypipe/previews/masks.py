@@ -228,7 +228,7 @@ def _opened(
             template = dataclasses.replace(template, closers=tuple(special_tokens))
     else:
         fix = "Leave it out, or give a tokenizer."
-        beside = "has no effect beside a template alone"
+        beside = "has no effect with a template alone"
         require(chat_template is None, "chat_template", beside, fix)
         written, origin = given_template(source, at="source", names=CHAT_TEMPLATES)
         check_whole(written, "source", origin)

@@ -61,7 +61,7 @@ def preview(
     require(
         n >= 1 and first_rows >= 1,
         "n" if n < 1 else "first_rows",
-        f"{min(n, first_rows)} show nothing",
+        f"{min(n, first_rows)} is too few",
         "Give at least 1.",
     )
     with tempfile.TemporaryDirectory(prefix="easypipe-preview-") as folder:
@@ -146,8 +146,8 @@ def _cut(source: TokenizedShardedSource, shard: int, segment: Segment) -> list[s
         [(ids, _, _)] = source.tokenizer.encode_with_characters([text.as_py()])
         if len(ids) > left:
             return [
-                f"the row makes {len(ids)} tokens, of which max_length {options.max_length} leaves "
-                f"{left} in this document"
+                f"the row has {len(ids)} tokens, and max_length {options.max_length} leaves {left} "
+                "of them in this document"
             ]
     return []
 
@@ -204,7 +204,7 @@ def _segment(
         own = (segment.dataset, segment.document)
         rest = [other for other in beside if (other.dataset, other.document) == own]
         if start and all(other.token_stop != start for other in rest):
-            cuts.append(f"tokens 0:{start} of the document stand before")
+            cuts.append(f"tokens 0:{start} of the document come before")
         if stop < total and all(other.token_start != stop for other in rest):
             cuts.append(f"tokens {stop}:{total} of the document are not here")
     return SampleSegment(

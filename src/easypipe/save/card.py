@@ -70,7 +70,7 @@ def write_card(
     }
     foreign = [name for name, text in old.items() if MARK not in text]
     for name in foreign:
-        log.info("save: %s is not easypipe's, it stays as it is", join(folder, name))
+        log.info("save: %s was not written by easypipe, so it is kept", join(folder, name))
     if HUB_CARD in foreign:
         del wanted[YAML]
     elif HUB_CARD in old:

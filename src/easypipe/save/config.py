@@ -90,7 +90,7 @@ class SaveStageConfig:
             (
                 self.push_to_hub and repo is None,
                 "hub_repo_id",
-                "push_to_hub needs to know where to",
+                "push_to_hub needs a repository",
                 'Set it, like "user/name".',
             ),
             (

@@ -101,7 +101,7 @@ class Run:
                 found.claimed or found.manifest is not None,
                 f"save.output_dir={self.folder}",
                 "was emptied while rows were written there",
-                "Save again, alone.",
+                "Save again, while no other process writes there.",
             )
         commit_checked(join(self.folder, MANIFEST), manifest.to_json(), self.storage_options)
         self.tidy()

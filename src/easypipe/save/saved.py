@@ -346,7 +346,7 @@ def load_saved(path: str | Path, storage_options: StorageOptions = None) -> Save
         )
     unfinished = "_easypipe-run.json" in names
     fix = (
-        "Run the job that writes it again: it goes on."
+        "Run the job that writes it again: it continues."
         if unfinished
         else "Give the folder that save() wrote."
     )

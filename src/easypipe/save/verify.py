@@ -98,9 +98,7 @@ def _checkpoint(folder: Path) -> Verification:
         Problem(at=str(folder / name), what=what, file=str(folder / name))
         for name, what in found.problems.items()
     ]
-    old = (
-        "no checksums: an earlier version saved it, so only that its parts are there was looked at"
-    )
+    old = "no checksums: an earlier version saved it, so only the presence of its parts was checked"
     return Verification(
         path=str(folder),
         kind=CHECKPOINT,
@@ -134,7 +132,10 @@ def _saved(folder: str, storage_options: StorageOptions) -> Verification:
     except EasypipeError as error:
         at, what = path, f"the manifest is {error.problem}"
         if isinstance(error, MissingFileError):
-            at, what = folder, "unfinished: it has no manifest yet; run what writes it again"
+            at, what = (
+                folder,
+                "unfinished: it has no manifest yet; run the job that writes it again",
+            )
         problem = Problem(at=at, what=what, file=path)
         return Verification(path=folder, kind="saved rows", dataset=dataset, problems=(problem,))
     problems: list[Problem] = []

@@ -393,11 +393,11 @@ class FileSource(Source):
                 for reject in bad_of(rows.rejects):
                     return self._refusal(file, survey, reject)
                 if rows.numbers is None or len(rows.numbers):  # else they are blank lines
-                    problem = "has rows, but none from which columns could be known"
+                    problem = "has rows, but columns cannot be determined from them"
                     fix = "Check its first row: JSON has no NaN or Infinity, and objects need keys."
                     return file.error(problem, fix)
         return self.files[0].error(
-            "holds no row from which columns could be known", "Give files with rows."
+            "has no row from which columns can be determined", "Give files with rows."
         )
 
     def _require(self, data: pa.Schema, surveys: Sequence[Survey]) -> None:

@@ -409,7 +409,7 @@ def _local(path: str) -> FileRef:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode) and not os.path.isdir(path):
         problem = "is a pipe, a socket or a device, which cannot be read twice"
-        raise SourceError(at=path, problem=problem, fix="Copy what it gives into a file.")
+        raise SourceError(at=path, problem=problem, fix="Copy its content into a file.")
     return FileRef(path=path, num_bytes=status.st_size, identity=str(status.st_mtime_ns))
 
 
@@ -484,7 +484,7 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
     require(
         not glob.has_magic(plain_name(text)),
         "data_files",
-        f"{name!r}: a web server lists no files",
+        f"{name!r}: a web server does not list files",
         "Give the URL of every file.",
     )
 
@@ -496,7 +496,7 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
     file = _sized(here, facts.num_bytes, facts.identity)
     if not facts.ranges and file.num_bytes > WHOLE_BYTES:
         problem = (
-            "the server sends no ranges, so every read would transfer all "
+            "the server does not support range requests, so every read would transfer all "
             f"{file.num_bytes >> 20} MiB"
         )
         raise SourceError(
@@ -504,7 +504,8 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
         )
     if not facts.ranges:
         log.warning(
-            "%s: the server sends no ranges: every read transfers the whole file (%d bytes)",
+            "%s: the server does not support range requests: every read transfers the whole file "
+            "(%d bytes)",
             name,
             file.num_bytes,
         )
@@ -514,7 +515,9 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
 def _sized(file: FileRef, num_bytes: int | None, identity: str) -> FileRef:
     """Returns the file with what its server tells; raises SourceError if that is not a size."""
     if num_bytes is None:
-        raise file.error("the server does not tell its size", "Copy the file to storage that does.")
+        raise file.error(
+            "the server does not report its size", "Copy the file to storage that does."
+        )
     return replace(file, num_bytes=int(num_bytes), identity=identity)
 
 

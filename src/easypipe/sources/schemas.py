@@ -57,7 +57,7 @@ def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
         if name in seen:
             raise SchemaError(
                 at=at,
-                problem=f"column {name!r} stands twice",
+                problem=f"column {name!r} appears twice",
                 have=schema.names,
                 fix="Rename one of them.",
             )

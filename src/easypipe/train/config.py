@@ -59,7 +59,7 @@ class LossConfig:
         require(
             self.implementation != "reference" or not (self.rule or self.chunk_size),
             "rule" if self.rule else "chunk_size",
-            "the reference knows none",
+            "the reference implementation does not use it",
             "Leave it out, or choose implementation 'chunked'.",
         )
         check_at_least(self, 1, "chunk_size")
@@ -150,7 +150,7 @@ class PreferenceConfig:
         require(
             self.loss != "exo_pair" or self.label_smoothing > 0,
             "label_smoothing",
-            "0.0, of which exo_pair takes the logarithm",
+            "0.0, but exo_pair takes its logarithm",
             "0.001 is usual.",
         )
         require(
@@ -160,7 +160,7 @@ class PreferenceConfig:
             "the rows, to the model before training",
             "Leave it out, or take the loss apo_zero_unpaired.",
         )
-        usual = "1.0 is usual; more for the kind of which there is less."
+        usual = "1.0 is usual; use more for the rarer kind."
         check_number(self, usual, "desirable_weight", "undesirable_weight", zero=True)
         check_number(self, "0.5 is usual.", "margin", zero=True)
         check_number(self, "0.1 is usual.", "beta")
@@ -288,7 +288,7 @@ class TrainingConfig:
     # callbacks by name; in Python, others can be added
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     # what happens at a step whose loss or gradient is not finite: `skip` leaves the step out and
-    # goes on, `stop` ends the run
+    # continues, `stop` ends the run
     on_nonfinite: Literal["skip", "stop"] = "skip"
     max_nonfinite: int = 10  # the run stops after this many skipped steps in succession
     # go back to the last good checkpoint after spikes of the loss; None never goes back
@@ -335,7 +335,7 @@ class TrainingConfig:
         require(
             weights is None or (all(0 <= one < math.inf for one in weights) and any(weights)),
             "class_weights",
-            f"{list(weights or ())} are not numbers from 0 up, of which one at least is positive",
+            f"{list(weights or ())} are not weights: each must be at least 0, and one positive",
             "Give a weight for each class; all 1 weigh alike.",
         )
         check_number(self, "5 is usual; leave it out for no noise.", "neftune_alpha")

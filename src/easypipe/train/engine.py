@@ -317,7 +317,7 @@ class Engine:
         require(
             isinstance(model, Decoder),
             at,
-            "puts noise on the embeddings of tokens, which it does not find in a "
+            "puts noise on the embeddings of tokens, but there are none in a "
             f"{type(model).__name__}",
             "Leave it out, or train a Decoder: a ModelConfig or a published model.",
         )
@@ -404,7 +404,7 @@ class Engine:
             require(
                 sizes is not None,
                 "train.measure",
-                "bits_per_byte, and of this data no tokenizer is known"
+                "bits_per_byte, but the tokenizer of this data is not known"
                 if name is None
                 else f"bits_per_byte, and tokens of {name!r} are not bytes of the text",
                 "Leave it out, or name another: Trainer(tokenizer=...).",
@@ -465,7 +465,7 @@ class Engine:
             if self.passes is None:
                 raise ConfigError(
                     at="train.preference.reference",
-                    problem="cached, and of a loader it is not known how all data is read once",
+                    problem="cached, but a loader does not tell how all data is read once",
                     fix="Give data in place of a loader, or leave it out.",
                 )
             self.reference.fill(first, self.passes, self.mesh, to_dict(self.origin.shape))

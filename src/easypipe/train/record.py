@@ -114,7 +114,7 @@ def _known(path: Path) -> list[JsonObject]:
     except StateError as error:
         aside = path.with_name(f"{path.stem}-damaged.json")
         path.replace(aside)
-        logger.warning("%s: %s; moved to %s, and begun anew", path, error.problem, aside.name)
+        logger.warning("%s: %s; moved to %s, and started again", path, error.problem, aside.name)
         return []
 
 
@@ -262,7 +262,7 @@ def read_kept(path: Path) -> Any:
         raise StateError(
             at=str(path),
             problem=error.problem if isinstance(error, DamagedFileError) else unlike,
-            fix="Move it away: what it told of the run is not known then.",
+            fix="Move it away: what it says about the run is then unknown.",
         ) from error
     return found
 

@@ -31,7 +31,7 @@ class Interrupted(TrainError):
         super().__init__(
             at=f"step {step}",
             problem=f"stopped by {name}, saved in {folder}",
-            fix="Run the same command again to go on.",
+            fix="Run the same command again to continue.",
         )
 
 

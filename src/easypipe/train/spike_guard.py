@@ -65,7 +65,7 @@ class SpikeGuard:
         if self._spikes is None:
             if lost:
                 fix = (
-                    "Lower train.optimizer.learning_rate, or go on from the last checkpoint "
+                    "Lower train.optimizer.learning_rate, or continue from the last checkpoint "
                     "with "
                     "another optimizer."
                 )

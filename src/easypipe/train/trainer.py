@@ -124,7 +124,7 @@ def run_training(trainer: Engine) -> TrainResult:
             trainer.emit("exception", trainer.emitted, {"error": text})
         except Exception as second:  # noqa: BLE001  (of two errors, the first is the one to raise)
             raised.add_note(
-                f"a callback failed when it heard of this: {type(second).__name__}: {second}"
+                f"a callback failed when it was told of this: {type(second).__name__}: {second}"
             )
         if memory is not None:
             raise memory from error
@@ -183,7 +183,7 @@ class _Run:
         trainer, control, folder = self.trainer, self.control, self.trainer.output_dir
         if control.ended is not None:
             where = f"step {self.step} of {trainer.steps}: {control.ended}"
-            way = f"To train on: train.resume_changes: [{ENDED}]"
+            way = f"To continue training: train.resume_changes: [{ENDED}]"
             logger.warning("%s: the run ended at %s. %s.", folder, where, way)
         trainer.emit("start", self.step, state=self.state)
         if self.step < trainer.steps and control.ended is None:
@@ -409,7 +409,7 @@ class _Run:
                 continue
             for lost, error in damaged.items():
                 where = self.checkpoints.set_aside(lost)
-                logger.warning("%s; moved to %s, going on from step %d", error, where, step)
+                logger.warning("%s; moved to %s, continuing from step %d", error, where, step)
             return state, step
         raise damaged[steps[-1]]  # only its owner may decide to start anew
 

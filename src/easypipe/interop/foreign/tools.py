@@ -99,7 +99,7 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
                 table[key](Key(made, key, given))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 problem = f"{value!r} is nothing that {tool} reads there: {error!r}"
-                fix = "Write it as their documentation has it."
+                fix = "Write it as the documentation of that tool says."
                 raise ConfigError(at=f"{path}, {key}", problem=problem, fix=fix) from error
         else:
             made.left[key] = "no key of this name is known here"
@@ -135,7 +135,7 @@ def written(made: ForeignConfig, tool: str, path: Path) -> str:
     """Returns the YAML of a config, with what is left in comments above it."""
     comments = [f"# Made of {tool}'s {path.name} by `easypipe import`."]
     if made.left:
-        comments.append("# Look at these, for which nothing stands here, or something else:")
+        comments.append("# Check these keys, which are not converted, or change their meaning:")
         comments += [f"#   {line}" for line in lines_left(made, path)]
     text = yaml.safe_dump(made.config, sort_keys=False, allow_unicode=True, width=100)
     return "\n".join(comments) + "\n" + text

@@ -314,8 +314,8 @@ def _names(request: Request) -> Iterator[str]:
         for name, value in unknown.items():
             if value is not None:
                 yield (
-                    f"{name}: the reference knows none: leave it None, or choose implementation "
-                    "'chunked'"
+                    f"{name}: the reference implementation does not use it: leave it None, or "
+                    "choose implementation 'chunked'"
                 )
 
 

@@ -86,7 +86,7 @@ def tune(
         reasons = "; ".join(sorted({trial.failure or "" for trial in trials}))
         raise ConfigError(
             at="kernels tune",
-            problem=f"{name} runs with no blocks at all: {reasons}",
+            problem=f"{name} does not run with any blocks: {reasons}",
             fix="Give sizes that fit the device.",
         )
     ms, blocks = min(ran, key=lambda one: one[0])

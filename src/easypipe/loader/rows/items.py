@@ -64,8 +64,8 @@ class _Unsized(NumberedRows):
         """
         raise ConfigError(
             at=self._name,
-            problem="its rows are made into columns by a collator, so there are none at rest to "
-            "look at or to change",
+            problem="its rows are made into columns by a collator, so they cannot be inspected "
+            "or changed",
             fix="Change rows in the dataset or in the collator.",
         )
 
@@ -285,7 +285,7 @@ def _filled(batch: Any, missing: int) -> Any:
         return tuple(_padded("", column, missing) for column in batch)
     raise SourceError(
         at="batch",
-        problem=f"the collator made {type(batch).__name__}, which cannot be filled up",
+        problem=f"the collator made {type(batch).__name__}, which cannot be padded to a batch",
         fix="Make a dict of arrays, or set drop_last.",
     )
 

@@ -249,5 +249,5 @@ class PlannedRows(NumberedRows):
         return CacheError(
             at=f"dataset {name!r}, document {doc}{where}",
             problem=problem,
-            fix="Plan and cache do not belong together: make the plan anew from this cache.",
+            fix="Plan and cache do not belong together: make the plan again from this cache.",
         )

@@ -429,7 +429,7 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
             row = first_row + int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0])
             raise SourceError(
                 at=place(at, row=row, column=name),
-                problem=f"another length than {INPUT_IDS}",
+                problem=f"not as long as {INPUT_IDS}",
                 fix="Give one value for each token, or leave the row out.",
             )
         columns[name] = values
@@ -483,7 +483,7 @@ def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, 
         raise SourceError(
             at=place(at, column=name),
             problem=f"expected lists of integers, got {kind}",
-            fix="Give such lists, or rename the column: what is called so goes with tokens.",
+            fix="Give such lists, or rename the column: columns of this name belong to tokens.",
         )
     if column.null_count:
         row = first_row + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])

@@ -241,7 +241,7 @@ class Deal:
         if not entries:
             raise SourceError(
                 at=f"dataset {source.name!r}",
-                problem=f"not one row in {', '.join(shard.name for shard in shards[:3])}",
+                problem=f"no row in {', '.join(shard.name for shard in shards[:3])}",
                 fix="Check the files that data_files names.",
             )
         self.num_entries = len(entries)

@@ -335,7 +335,7 @@ class StreamReader(RowReader):
         ]
         raise SourceError(
             at=rows.name,
-            problem=f"not one batch came of what was read, of {'; '.join(read)}",
+            problem=f"the rows that were read do not fill a batch: {'; '.join(read)}",
             fix="Check the columns that are named and the files; with drop_last=False a batch need "
             "not be full.",
         ) from None

@@ -314,7 +314,7 @@ class Stream:
         raise ConfigError(
             at="num_streams",
             problem=f"a whole pass of stream {self.number} of {spec.num_streams} over its share of "
-            f"{', '.join(map(repr, self._feed.names))} gave no row, and another would give none",
+            f"{', '.join(map(repr, self._feed.names))} had no row, and another would have none",
             fix="Use fewer streams, or leave streaming out: the data is small.",
         )
 

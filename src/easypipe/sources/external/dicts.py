@@ -109,7 +109,7 @@ def columns_of(
     if not kinds:
         raise SourceError(
             at=name,
-            problem="holds no row from which columns could be known",
+            problem="has no row from which columns can be determined",
             fix="Give data with rows.",
         )
     return plain_schema(pa.schema([pa.field(key, kind) for key, kind in kinds.items()]), name)
@@ -340,7 +340,7 @@ def _of_json(value: Any, *, outermost: bool = True) -> Any:
     if hasattr(value, "__array__") and (getattr(value, "ndim", 0) or not outermost):
         return _of_json(np.asarray(value).tolist(), outermost=outermost)
     if outermost:
-        raise TypeError(f"{type(value).__name__} {value!r} stands in a column of lists or objects")
+        raise TypeError(f"{type(value).__name__} {value!r} is in a column of lists or objects")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, datetime.date | datetime.time | decimal.Decimal | uuid.UUID):

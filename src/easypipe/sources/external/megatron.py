@@ -78,7 +78,7 @@ class MegatronIndex:
             raise SourceError(
                 at=place(self.path, row=row),
                 problem=problem,
-                fix="Copy or write both files again: one is truncated or not its own.",
+                fix="Copy or write both files again: one is truncated, or belongs to another file.",
             )
         breaks = (
             [0, *(np.flatnonzero(begins[1:] != ends[:-1]) + 1).tolist(), len(begins)]

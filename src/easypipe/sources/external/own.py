@@ -141,9 +141,9 @@ def as_source(
     given = replace(given, name=name, folder=folder, skip=skip, version=version)
     if given.version is None:
         log.warning(
-            "dataset %s: %s has no version, so its rows are read anew in every process, and no "
-            "tokens of them are kept. Give it one "
-            "(DatasetConfig(version=...), or its attribute `version`), and another one whenever "
+            "dataset %s: %s has no version, so its rows are read again in every process, and "
+            "their tokens are not kept. Give it one "
+            "(DatasetConfig(version=...), or its attribute `version`), and change it whenever "
             "its rows change.",
             name,
             given.label,
@@ -280,8 +280,8 @@ class OwnSource(Source):
         if info.num_rows is not None and taken < stop - start:
             raise SourceError(
                 at=at,
-                problem=f"ended behind {start + taken} rows, and {info.num_rows} were counted",
-                fix="Give it another version whenever its rows change.",
+                problem=f"ended after {start + taken} rows, but {info.num_rows} were counted",
+                fix="Change its version whenever its rows change.",
             )
         return Scan(batch if self._columns is None else batch.select(list(self._columns)), rejects)
 

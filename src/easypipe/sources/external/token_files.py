@@ -57,7 +57,7 @@ class TokenFilesConfig:
         require(
             self.separator_id is None or self.document_tokens is None,
             "document_tokens",
-            "has no effect beside separator_id",
+            "has no effect together with separator_id",
             "Leave one of them out.",
         )
         check_at_least(self, 0, "separator_id")
@@ -112,7 +112,7 @@ class TokenShardedSource(RecordSource):
     def _survey(self, file: FileRef) -> Survey:
         """Finds out where the documents of a file lie: by its index, its shape, or the layout."""
         if file.path in self._indexes:
-            self._refuse(file, "an .idx lies beside it, which says where documents lie")
+            self._refuse(file, "the .idx file beside it says where documents are")
             index = open_index(self._indexes[file.path], file)
             return _survey(file, _Found(index.dtype, 0, megatron=index), index.num_docs)
         head = read_range(file, 0, min(HEADER_BYTES, file.num_bytes))

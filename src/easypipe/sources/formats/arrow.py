@@ -66,8 +66,8 @@ class ArrowShardedSource(FileSource):
                 if not batches.ended:
                     log.warning(
                         "%s: an Arrow stream without its end mark: its %d rows in %d batches are "
-                        "read; whoever wrote it stopped early, "
-                        "or a copy of it did, and what stood behind them is missing",
+                        "read; the program that wrote or copied it stopped early, and the rows "
+                        "after them are missing",
                         file.path,
                         int(batches.first_row[-1]),
                         len(batches.first_row) - 1,

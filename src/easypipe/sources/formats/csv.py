@@ -167,7 +167,7 @@ def _header(
             for name, count in Counter(names).items():
                 if not name.strip() or count > 1:
                     problem = (
-                        f"column {name!r} stands twice" if name.strip() else "a column has no name"
+                        f"column {name!r} appears twice" if name.strip() else "a column has no name"
                     )
                     raise SourceError(
                         at=f"{file.path}, header",

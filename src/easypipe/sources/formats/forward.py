@@ -138,7 +138,7 @@ class ForwardSource(FileSource):
             if last or ended:
                 break
             if behind > MAX_RECORD_BYTES:
-                problem = f"a line of more than {MAX_RECORD_BYTES >> 20} MiB stands here"
+                problem = f"a line of more than {MAX_RECORD_BYTES >> 20} MiB begins here"
                 raise SourceError(
                     at=f"{file.path}, byte {stop}", problem=problem, fix="Write one row a line."
                 )

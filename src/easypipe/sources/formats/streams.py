@@ -261,7 +261,7 @@ class _Unpacking:
         if tells and not self._told and target - restart.plain > BLOCK_BYTES:
             self._told = True
             log.warning(
-                "%s: %s data cannot be entered in the middle: reading from plain byte %d to get to "
+                "%s: %s data cannot be read from the middle: reading from plain byte %d to get to "
                 "%d",
                 self.file.path, self._kind, restart.plain, target,
             )  # fmt: skip

@@ -233,8 +233,8 @@ def _require_someone_there(endpoint: str, at: str) -> None:
         raise SourceError(
             at=at,
             problem=f"the Hub cannot be reached: {why}",
-            fix=f"Check the network{proxy}, or HF_ENDPOINT where a mirror is used; else download "
-            "it where there is one "
+            fix=f"Check the network{proxy}, or HF_ENDPOINT if a mirror is used; or download the "
+            "dataset on another machine "
             f"(hf download --repo-type dataset {at.removeprefix('hf://datasets/')} --local-dir "
             "FOLDER) and give data_files the folder.",
         )

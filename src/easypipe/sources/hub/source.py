@@ -115,7 +115,7 @@ class HuggingFaceShardedSource(Source):
         require(
             not name.pattern or (not split and not subset),
             "split" if split else "subset",
-            "has no effect beside a pattern",
+            "has no effect together with a pattern",
             "Leave it or the pattern out.",
         )
         self._hub = HubRepo(name.repo, options.get("storage_options"))

@@ -222,7 +222,7 @@ def _with_policy(name: str, source: ShardedSource, context: PipelineContext) -> 
     require(
         own is None or (own.max_bad_rows is None and own.on_error != "quarantine"),
         f"datasets.{name}.{asked}",
-        "has no effect on rows that are packed already: they are read where they lie",
+        "has no effect on rows that are packed already: they are read in place",
         "Leave it out, or give the documents that were packed.",
     )
     return source

@@ -42,7 +42,7 @@ class WeightSchedulePoint:
         require(
             any(self.weights.values()),
             "weights",
-            "no dataset has any",
+            "all are 0",
             "Give at least one a number above 0.",
         )
 
@@ -223,7 +223,7 @@ def block_weights(weights: dict[str, float], block_size: int) -> tuple[int, ...]
             raise ConfigError(
                 at="block_size",
                 problem=f"in a block of {block_size} documents {name!r} has "
-                f"{float(shares[name]):.3g}, which is none",
+                f"{float(shares[name]):.3g}, which rounds to 0",
                 fix=f"Use blocks of at least {needed}, or leave block_size out.",
             )
     return tuple(whole.values())
@@ -231,7 +231,7 @@ def block_weights(weights: dict[str, float], block_size: int) -> tuple[int, ...]
 
 def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
     """Raises ConfigError where points do not follow one another, or name different datasets."""
-    require(points, at, "there is no point", "Give at least one, or leave it out.")
+    require(points, at, "it has no points", "Give at least one, or leave it out.")
     first = points[0].weights
     for i, point in enumerate(points):
         require(

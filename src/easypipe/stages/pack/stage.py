@@ -65,15 +65,13 @@ class PackStage(BaseStage):
             return data
         if self.config.num_packers is not None and self.config.strategy != "pool":
             logger.warning(
-                "pack.num_packers has no effect on strategy %r: it is of 'pool'",
+                "pack.num_packers has no effect on strategy %r: it applies only to 'pool'",
                 self.config.strategy,
             )
         if not self.config.include_segment_ids:
-            logger.warning(
-                "pack.include_segment_ids is False: documents that stand in one row see each other"
-            )
+            logger.warning("pack.include_segment_ids is False: documents in one row see each other")
         if self.config.segments == "row" and self._chosen:
-            logger.warning("pack.segments is 'row': documents that stand in one row see each other")
+            logger.warning("pack.segments is 'row': documents in one row see each other")
         packed = {
             name: PackedShardedSource(mixture_of(name, source, context, stage="pack"), self.config)
             for name, source in data.items()
@@ -295,8 +293,7 @@ def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
             and len(mixture.parts) == 1
         ):
             logger.warning(
-                "dataset %s: %s has no end-of-sequence token, so nothing stands between its "
-                "documents",
+                "dataset %s: %s has no end-of-sequence token, so nothing separates its documents",
                 name,
                 info.tokenizer,
             )

@@ -144,7 +144,7 @@ def kept_columns(
         require(
             column not in TOKEN_COLUMNS,
             "tokenize.remove_columns",
-            f"{column!r} of dataset {name!r} would stay, and tokens have such a column themselves",
+            f"{column!r} of dataset {name!r} would be kept, but tokenized rows have such a column",
             f"Add {column!r} to remove_columns.",
         )
     return kept

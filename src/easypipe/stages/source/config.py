@@ -122,9 +122,9 @@ class DatasetConfig:
             content_field: text, or messages.
         completion_field: The second of two columns that are tokenized together: the text after the
             prompt, or the messages that answer it.
-        rejected_field: The column of the answer that was not preferred, beside completion_field;
-            makes pairs of rows for train.preference. Without a prompt_field, the common beginning
-            of both answers is the prompt.
+        rejected_field: The column of the answer that was not preferred, in addition to
+            completion_field; makes pairs of rows for train.preference. Without a prompt_field, the
+            common beginning of both answers is the prompt.
         desirable_field: The column (true or false) that says whether the answer of completion_field
             is a desirable one, for train.preference with the losses kto and apo_zero_unpaired.
         prompt: How rows become text, and which part is trained, instead of content_field and the
@@ -255,7 +255,7 @@ class DatasetConfig:
         require(
             self.num_rows is None or self.num_rows >= 1,
             "num_rows",
-            f"{self.num_rows} rows are none",
+            f"{self.num_rows} rows are too few",
             "Give at least 1, or leave it out for all.",
         )
         require(
@@ -415,7 +415,7 @@ def check_input(dataset: DatasetConfig) -> None:
         require(
             value is None,
             name,
-            "means something for datasets of the Hub alone",
+            "applies only to datasets of the Hub",
             "Set type='huggingface', or leave it out.",
         )
     if (
@@ -449,7 +449,7 @@ def _check_hub(dataset: DatasetConfig, files: Any) -> None:
     require(
         not parse_hub_name(files).pattern or (not dataset.split and not dataset.subset),
         "split" if dataset.split else "subset",
-        "has no effect beside a pattern",
+        "has no effect together with a pattern",
         "Leave it or the pattern out.",
     )
 
@@ -494,7 +494,7 @@ def check_formats(dataset: DatasetConfig) -> None:
         require(
             name not in fields[:i],
             f"additional_fields[{i}]",
-            f"{name!r} stands twice",
+            f"{name!r} appears twice",
             "Leave one of them out.",
         )
         require_free(name, f"additional_fields[{i}]")
@@ -509,7 +509,7 @@ def require_free(name: str, at: str) -> None:
     require(
         name not in TOKEN_COLUMNS,
         at,
-        f"{name!r} is a column that tokens have themselves",
+        f"{name!r} is a column that tokenized rows have already",
         f'Give it another name: format_fields={{"{name}": "my_{name}"}}.',
     )
 
@@ -522,7 +522,7 @@ def check_prompts(dataset: DatasetConfig) -> None:
         require(
             not given and dataset.content_field == "text",
             given[0] if given else "content_field",
-            "has no effect beside prompt",
+            "has no effect together with prompt",
             "Say it in prompt, or leave prompt out.",
         )
         return

@@ -99,7 +99,9 @@ class PromptEngine:
             else self.render_rows(self._with_shared([row]))
         )
         if more:
-            found = Refused("split", f"it becomes {len(more) + 1} samples, which a Pipeline gives")
+            found = Refused(
+                "split", f"it becomes {len(more) + 1} samples, which only a Pipeline can make"
+            )
         if isinstance(found, Refused):
             raise _no_sample(found)
         return found
@@ -242,7 +244,7 @@ class PromptEngine:
         require(
             self.config.rejected_column is not None,
             "rejected_column",
-            "there is none, so rows are not pairs",
+            "not given, so rows are not pairs",
             "Name it, or use encode.",
         )
         self._require_columns(row)
@@ -267,7 +269,7 @@ class PromptEngine:
         if made.rejects:
             raise _no_sample(Refused(made.rejects[0].reason, made.rejects[0].detail))
         if len(made.batch) > 1:
-            detail = f"it becomes {len(made.batch)} documents, which a Pipeline gives"
+            detail = f"it becomes {len(made.batch)} documents, which only a Pipeline can make"
             raise _no_sample(Refused("split", detail))
         ids = made.batch.column(INPUT_IDS).values.to_numpy()
         mask = np.ones(len(ids), np.uint8)

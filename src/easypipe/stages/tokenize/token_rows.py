@@ -193,7 +193,7 @@ def _rejected(texts: Texts, made: EncodedTexts, tokenizer: Tokenizer) -> dict[in
     if made.mask is None:
         # Such a text has only special tokens: the tokenizer knows no piece of it.
         kept, reason = np.diff(made.offsets) > tokenizer.specials_per_text, "no_tokens"
-        detail = f"the tokenizer {tokenizer.name} makes no token of this text"
+        detail = f"the tokenizer {tokenizer.name} makes no tokens from this text"
         none = Refused(reason, detail)
     else:
         kept, none = has_target(made.mask, made.offsets), _UNTRAINED
@@ -397,10 +397,10 @@ def _refuted(tokenizer: Tokenizer, at: str) -> TokenizerError:
     )
     return TokenizerError(
         at=at,
-        problem=f"tokenizer {tokenizer.name}: {tokenizer.backend.name} does not give the tokens of "
-        "`tokenizers`",
+        problem=f"tokenizer {tokenizer.name}: {tokenizer.backend.name} does not produce the tokens "
+        "of `tokenizers`",
         fix="Run again: from now on `tokenizers` encodes, and ranges that were written are "
-        "tokenized anew.",
+        "tokenized again.",
     )
 
 

@@ -25,7 +25,7 @@ class EarlyStoppingConfig:
     mode: Mode = "min"  # whether lower or higher is better
     # how many values of the metric, not steps, may come in succession without an improvement
     patience: int = 3
-    min_delta: float = 0.0  # a difference of at most this is no improvement
+    min_delta: float = 0.0  # a difference of at most this does not count as an improvement
 
     def check(self) -> None:
         check_at_least(self, 1, "patience")
@@ -132,7 +132,7 @@ class ProfileConfig:
 
 @config
 class HeartbeatConfig:
-    """Each process renews heartbeat-<process>.json in the output folder as its training goes on.
+    """Each process renews heartbeat-<process>.json in the output folder while it trains.
 
     The file has step, steps, status (running, ended, stopped by a signal, failed), time (UNIX
     seconds), host and pid. The training thread writes the file, so a run that hangs does not renew
@@ -194,7 +194,7 @@ class SamplesConfig:
         require(
             self.prompts or self.messages is not None,
             "prompts",
-            "names none, and there is no file of messages",
+            "no prompts are given, and no file of messages",
             "Give texts to begin with, or messages: FILE.",
         )
         check_at_least(self, 1, "every", "max_new_tokens")

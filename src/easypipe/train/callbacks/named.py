@@ -134,7 +134,9 @@ def value_of(record: Json, metric: str, at: str) -> float | None:
         group, under = record["eval"][name], f"eval.{name}."
     known = [f"{under}{key}" for key, value in group.items() if not isinstance(value, Mapping)]
     fix = did_you_mean(metric, known)
-    require(metric.removeprefix(under) in group, at, f"the loss gives no {metric!r}", fix, known)
+    require(
+        metric.removeprefix(under) in group, at, f"the loss does not return {metric!r}", fix, known
+    )
     value = flat(record).get(metric)
     return value if value is not None and math.isfinite(value) else None
 
@@ -532,7 +534,7 @@ def checked_callbacks(given: object) -> tuple[StatefulListener, ...]:
     """Returns the callbacks that the user gave, as a tuple.
 
     Raises:
-        ConfigError: One is not a callback, or has a method on_... that is called at no event.
+        ConfigError: One is not a callback, or has a method on_... that is not called at any event.
     """
     several: Iterable[object] = (given,)
     if isinstance(given, Iterable) and not isinstance(given, StatefulListener | str):
@@ -541,13 +543,13 @@ def checked_callbacks(given: object) -> tuple[StatefulListener, ...]:
     for i, one in enumerate(several):
         if isinstance(one, type) or not isinstance(one, StatefulListener):
             fix = (
-                "Make an object of a class that extends easypipe.train.events.Callback; those "
-                "with names stand in a mapping: {best: {}}."
+                "Make an object of a class that extends easypipe.train.events.Callback; "
+                "named ones are given as a mapping: {best: {}}."
             )
             raise ConfigError(at=f"callbacks[{i}]", problem=f"{one!r} is not a Callback", fix=fix)
         if isinstance(one, Callback):
             heard = [name for name in dir(Callback) if name.startswith("on_")]
-            at, problem = f"callbacks[{i}] {type(one).__name__}", "is called at no event"
+            at, problem = f"callbacks[{i}] {type(one).__name__}", "is not called at any event"
             for name in dir(one):
                 if name.startswith("on_"):
                     require_known(name, heard, at, f"{name} {problem}", "Rename the method.")

@@ -105,7 +105,7 @@ class Wandb(Tracker[WandbConfig]):
         with raising(
             ConfigError,
             "train.callbacks.wandb",
-            "W&B does not begin",
+            "W&B does not start",
             "Run `wandb login`, or set train.callbacks.wandb.mode to offline.",
             self._service.Error,
         ):
@@ -166,7 +166,7 @@ class Mlflow(Tracker[MlflowConfig]):
             where = f"sqlite:///{self._folder.absolute()}/mlflow.db"
             files = (self._folder.absolute() / "mlflow").as_uri()
         fix, error = "Check tracking_uri.", self._service.exceptions.MlflowException
-        with raising(ConfigError, at, "MLflow does not begin", fix, error):
+        with raising(ConfigError, at, "MLflow does not start", fix, error):
             client = self._service.MlflowClient(tracking_uri=where)
             if self.id is None:
                 found = client.get_experiment_by_name(self.config.experiment)

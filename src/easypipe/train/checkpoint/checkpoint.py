@@ -341,7 +341,7 @@ class Checkpoints(Closeable):
         return DamagedCheckpoint(
             at=self._at(step),
             problem=f"cannot be read: {reason}",
-            fix="Move its folder away: the run goes on from an earlier one, or begins anew.",
+            fix="Move its folder away: the run continues from an earlier one, or starts again.",
         )
 
 
@@ -393,7 +393,7 @@ class Snapshots:
             if not self._room:
                 logger.warning(
                     "no room on the devices for a second copy of the state: steps wait while a "
-                    "checkpoint is carried off them"
+                    "checkpoint is copied from them"
                 )
         if not self._room:
             return None

@@ -147,7 +147,7 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
         if stamp != list(expected[name]):
             same = stamp[0] == expected[name][0]
             problems[name] = (
-                "its bytes are not those that were written"
+                "its bytes are not the bytes that were written"
                 if same
                 else f"{stamp[0]} bytes, {expected[name][0]} were written"
             )

@@ -126,7 +126,7 @@ class CheckpointManager(Closeable):
             require(
                 self._metric in run["metrics"],
                 "metrics",
-                f"without {self._metric!r}, by which the best is told",
+                f"without {self._metric!r}, which decides which is the best",
                 have=run["metrics"],
             )
             self._seen[step] = run["metrics"][self._metric]

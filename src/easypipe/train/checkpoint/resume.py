@@ -187,7 +187,7 @@ def check_same(
     fix = f"list it in train.resume_changes=[{','.join([*own, *of_data, *ended])}]"
     # Loaders of other libraries do not have this attribute.
     if of_data and not getattr(loader, "can_change", True):
-        fix = "leave streaming out of new runs: a stream cannot be entered at another place"
+        fix = "leave streaming out of new runs: a stream cannot start at another place"
     raise StateError(
         at=str(at),
         problem="; ".join(problems),

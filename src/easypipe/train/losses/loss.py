@@ -169,7 +169,7 @@ class AsSums:
         require(
             "labels" in batch,
             "loss",
-            "gave a mean, and without labels in the batch it is not known over how many targets",
+            "returned a mean, but the batch has no labels, so the number of targets is not known",
             "Give a LossOutput of sums, with num_targets.",
             have=sorted(batch),
         )
@@ -180,9 +180,12 @@ class AsSums:
             for name, value in means.items()
         }
         if taken := sorted(more.keys() & RECORDED):
-            problem = "is the name of something that every record has"
+            problem = "is the name of a value that every record has"
             raise ConfigError(
-                at=f"loss, {taken[0]!r}", problem=problem, have=sorted(more), fix="Give it another."
+                at=f"loss, {taken[0]!r}",
+                problem=problem,
+                have=sorted(more),
+                fix="Give it another name.",
             )
         self.knows_nll = "nll" in more
         return LossOutput(total, count, more.pop("nll", jnp.full((), jnp.nan)), more)
@@ -211,7 +214,7 @@ def _sum_of(mean: object, count: Array, name: str) -> Array:
     if not is_number or array.shape or jnp.iscomplexobj(array) or not floats:
         what = f"{array.dtype} of shape {array.shape}" if is_number else type(mean).__name__
         fix = (
-            "A loss gives a scalar, the mean over the batch's targets; (scalar, {name: "
+            "A loss returns a scalar, the mean over the batch's targets; (scalar, {name: "
             "scalar}); "
             "or a LossOutput of sums."
         )

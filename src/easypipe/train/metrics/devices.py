@@ -114,8 +114,8 @@ def out_of_memory(
     )
     changes = "; ".join(advice(model, config, mesh, batch_size))
     fix = (
-        f"What helps, what costs least first: {changes}. `easypipe plan CONFIG --topology ...` "
-        "tells what a change comes to."
+        f"What helps, cheapest first: {changes}. `easypipe plan CONFIG --topology ...` "
+        "shows the effect of a change."
     )
     return TrainError(
         at=f"step {max(1, step)}",
@@ -159,8 +159,8 @@ def advice(
         )
     if attention == "xla":
         said.append(
-            "an attention that holds no scores (model.attention): this one holds those of every "
-            "query and key"
+            "an attention that does not keep scores (model.attention): this one keeps the score "
+            "of every query and key"
         )
     if rows > 1:
         pieces = train.accumulate_steps

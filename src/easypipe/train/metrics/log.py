@@ -76,8 +76,8 @@ class MetricsFile(Closeable):
         self._lines.update(lines)
         if digest not in (None, self._lines.hexdigest()):
             logger.warning(
-                "%s: damaged: up to step %d it has not the lines that the checkpoint was saved "
-                "with; the run goes on after those that are there (%d)",
+                "%s: damaged: up to step %d it lacks lines that the checkpoint was saved "
+                "with; the run continues after those that are there (%d)",
                 path,
                 after_step,
                 len(kept),

@@ -93,7 +93,7 @@ class Meter:
                 at=f"step {step}",
                 problem="every label of the batch is ignored (-100), so there is nothing to learn "
                 "from",
-                fix="Look at the rows' loss_mask.",
+                fix="Check the rows' loss_mask.",
             )
         record: Record = {"step": step, "loss": host["loss"], "ppl": perplexity(host["nll"])}
         record |= {name: host[name] for name in ("nll", "grad_norm", "param_norm")}

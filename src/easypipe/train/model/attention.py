@@ -186,10 +186,10 @@ def choose(backend: AttentionBackend | None, head_width: int, dtype: DTypeLike) 
     if platform not in (own, "cpu"):
         problem = f"{wanted!r} is for {own}, and this program is for {platform}"
     elif jnp.dtype(dtype).itemsize > 4:
-        problem = f"{wanted!r} knows bfloat16 and float32, not {jnp.dtype(dtype).name}"
+        problem = f"{wanted!r} supports bfloat16 and float32, not {jnp.dtype(dtype).name}"
     elif wanted == "triton" and head_width not in TRITON_WIDTHS:
         problem = (
-            f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and this "
+            f"'triton' supports heads of width {', '.join(map(str, TRITON_WIDTHS))}, and this "
             f"model's have {head_width}"
         )
     elif (reason := missing(f"easypipe.kernels.attention.{wanted}")) is not None:

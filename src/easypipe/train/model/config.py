@@ -146,8 +146,8 @@ class ModelConfig:
         require(
             self.attention != "triton" or self.head_width in TRITON_WIDTHS,
             "attention",
-            f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and these have "
-            f"{self.head_width}",
+            f"'triton' supports heads of width {', '.join(map(str, TRITON_WIDTHS))}, and these "
+            f"have {self.head_width}",
             "Leave it out, and the fastest that can run is taken.",
         )
         for field in ("global_every", "local_rope_theta"):
@@ -272,7 +272,7 @@ class ClassifierConfig:
             require(
                 min(self.image_shape) >= 1,
                 "image_shape",
-                f"{self.image_shape} is no (height, width, channels)",
+                f"{self.image_shape} is not (height, width, channels)",
                 "Give sizes from 1.",
             )
             side = min(self.image_shape[:2])

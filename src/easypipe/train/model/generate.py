@@ -179,7 +179,7 @@ class Sampling(NamedTuple):
             (
                 "temperature",
                 0 <= temperature < float("inf"),
-                f"{temperature} is {'negative' if temperature < 0 else 'no number'}",
+                f"{temperature} is {'negative' if temperature < 0 else 'not a number'}",
                 "Give 0 for the likeliest token, 1 for the model's own odds.",
             ),
             (

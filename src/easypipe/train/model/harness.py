@@ -100,7 +100,7 @@ class HarnessModel:
         require(
             found,
             "tokenizer",
-            "names neither BOS nor EOS, one of which stands before what is scored",
+            "names neither BOS nor EOS, but one of them must come before the scored text",
             "Name one in its tokenizer_config.json.",
         )
         self.asked, self.prefix = asked, found[0]
@@ -417,7 +417,7 @@ def scores(
     known = {*manager.all_tasks}
     for i, name in enumerate(config.tasks):
         fix = did_you_mean(name, known) or "Name the folder of its YAML as include_path."
-        require(name in known, f"tasks[{i}]", f"lm-eval knows no task {name!r}", fix)
+        require(name in known, f"tasks[{i}]", f"lm-eval has no task {name!r}", fix)
     found = lm_eval.simple_evaluate(
         model=lm,
         tasks=list(config.tasks),

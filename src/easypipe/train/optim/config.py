@@ -239,13 +239,13 @@ class OptimizerConfig:
         require(
             self.final_fraction is None or schedule in _ENDS or cools,
             "final_fraction",
-            f"the {schedule} schedule falls to no end",
+            f"the {schedule} schedule does not have an end value",
             "Set cooldown_steps, or remove it.",
         )
         require(
             schedule != "one_cycle" or self.warmup_steps >= 1,
             "warmup_steps",
-            "one_cycle rises over its warm-up, and has none",
+            "one_cycle rises over its warm-up, which is missing",
             "Three tenths of the steps are usual.",
         )
 

@@ -78,7 +78,7 @@ class MeshConfig:
         require(
             len(open_axes) <= 1,
             "",
-            "-1 (the devices that remain) stands more than once",
+            "-1 (the devices that remain) appears more than once",
             "Leave it on one axis.",
             have=open_axes,
         )
@@ -172,7 +172,7 @@ class DistributedConfig:
         require(
             self.enabled or not any(value is not None for value in given),
             "enabled",
-            "false, and the processes are described all the same",
+            "false, but the processes are described",
             "Leave one of them out.",
         )
 

@@ -273,8 +273,7 @@ def _scheduler(variables: Mapping[str, str]) -> str | None:
         require(
             importlib.util.find_spec("kubernetes") is not None,
             "train.distributed",
-            "an indexed Kubernetes job, of which jax can ask nothing without the package "
-            "kubernetes",
+            "an indexed Kubernetes job, which jax cannot query without the package kubernetes",
             f"Install jax[k8s], or set {', '.join(VARIABLES.values())} in the manifest; "
             "docs/multihost.md has one.",
         )

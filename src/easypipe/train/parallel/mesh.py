@@ -123,7 +123,7 @@ def _fitted(
     require(
         len(each) <= 1,
         f"{at}.preset",
-        f"hybrid wants hosts alike, and these have {', '.join(map(str, each))} devices",
+        f"hybrid needs hosts of one size, but these have {', '.join(map(str, each))} devices",
         "Choose another preset, or hosts of one kind.",
     )
     require(

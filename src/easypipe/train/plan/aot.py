@@ -281,7 +281,7 @@ def plan_step(
     require(
         train.distill is None,
         "train.distill",
-        "the step is compiled without data, whose columns of the teacher are not known",
+        "the step is compiled without data, so the columns of the teacher are not known",
         "Leave it out: --set train.distill=null.",
     )
     there, started = topology(on) if isinstance(on, str) else on, time.perf_counter()

@@ -85,7 +85,7 @@ def topology(name: str) -> Topology:
     require(
         re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape) is not None,
         "topology",
-        f"{name!r} names no shape of whole numbers",
+        f"{name!r} is not a shape of whole numbers",
         f"Write it like {example!r}.",
     )
     sizes = [int(size) for size in shape.split("x")]
@@ -121,7 +121,7 @@ def _tpu(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:
     }
     fix = f"Chips come in hosts of 2x2; write a slice that exists, like {example!r}."
     asked = {"platform": "tpu", "topology_name": f"{kind}:{'x'.join(map(str, sizes))}"}
-    return _devices(asked, quiet, f"libtpu knows no {name!r}", fix)
+    return _devices(asked, quiet, f"libtpu does not support {name!r}", fix)
 
 
 def _nvidia(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:

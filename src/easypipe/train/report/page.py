@@ -351,8 +351,8 @@ def _mixture(last: int, heading: str, plan: Json) -> Section:
     if plan["steps"] < last:
         notes.insert(
             0,
-            f"counted for the first {plan['steps']:,} steps, when the run had come to its end "
-            "there; it has gone on since",
+            f"counted for the first {plan['steps']:,} steps, when the run had ended there; it "
+            "has continued since",
         )
     return _section(heading, head, lines, notes)
 

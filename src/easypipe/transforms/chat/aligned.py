@@ -141,7 +141,7 @@ class Aligned:
             thinks = [self._places[n].word in self._words.thoughts for n in inside]
             count = sum(thinks)
             if thinks != sorted(thinks, reverse=True):
-                raise UnprovenError("reasoning stands behind words of its turn")
+                raise UnprovenError("reasoning comes after other words of its turn")
             if count < len(inside):
                 found.append((self._answer(inside[count]) if count else start, stop))
             elif not count:
@@ -252,7 +252,7 @@ class Aligned:
         }
         if not again <= said & self._words.of_tools:
             if said.isdisjoint(again):
-                raise UnprovenError(f"the text of message {i} does not stand in one piece")
+                raise UnprovenError(f"the text of message {i} is not printed in one piece")
             raise UnprovenError(f"the template prints the text of message {i} more than once")
         return range(new, stop + 1)
 

@@ -326,7 +326,7 @@ def wrong_kwargs(kwargs: Mapping[str, Json]) -> tuple[str, str] | None:
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError):
-            return name, f"{value!r:.80} is nothing that JSON can hold"
+            return name, f"{value!r:.80} cannot be written as JSON"
     return None
 
 

@@ -167,13 +167,13 @@ class Template:
         text = "".join(pieces)
         if " at 0x" in text and (printed := self._printed_address(text, variables)) is not None:
             raise HostileError(
-                "it prints an address in memory, which is another one in each process: "
+                "it prints an address in memory, which is different in each process: "
                 f"{printed[:80]!r}"
             )
         for start, inner in found:
             if not text.startswith(inner, start):
                 raise RenderError(
-                    "its generation markers stand in a block whose text is changed later, so what "
+                    "its generation markers are in a block whose text is changed later, so what "
                     "they mark is not known"
                 )
         return text, [(start, start + len(inner)) for start, inner in found if inner]

@@ -162,7 +162,8 @@ class Map(ColumnTransform):
         if not whole.equals(pa.concat_batches(pieces)):
             fix = "Make each row depend on itself alone."
             raise self.error(
-                f"{self.function.name} gives a row other values when it comes with others", fix
+                f"{self.function.name} returns other values for a row if the batch has other rows",
+                fix,
             )
 
     def __repr__(self) -> str:
@@ -275,7 +276,7 @@ class Expand(ColumnTransform):
         require(
             most >= 1,
             "Expand.most",
-            f"{most} rows are none",
+            f"{most} rows are too few",
             "Give the most rows that one row can become.",
         )
         self.by = (

@@ -54,7 +54,7 @@ def check_thinking(options: Any) -> None:
     require(
         options.train_empty_thinking is None or options.train_on != "all",
         "train_empty_thinking",
-        "has no effect beside train_on 'all', which trains every token",
+        "has no effect together with train_on 'all', which trains every token",
         "Leave it out.",
     )
 
@@ -66,7 +66,7 @@ def check_message_fields(fields: Mapping[str, str] | None) -> None:
         require(name in MESSAGE_FIELDS, at, "no key of messages", have=MESSAGE_FIELDS)
         others = [own for own, other in (fields or {}).items() if PART not in (own, name)]
         twice = sum((fields or {})[own] == key for own in others) > 1
-        require(key and not twice, at, f"{key!r} {'stands twice' if key else 'is not a key'}")
+        require(key and not twice, at, f"{key!r} {'appears twice' if key else 'is not a key'}")
 
 
 @config
@@ -95,7 +95,9 @@ class FewShotConfig:
         require(
             bool(self.examples) != (self.data_files is not None),
             "examples",
-            "given beside data_files" if self.examples else "there are none, and no data_files",
+            "given together with data_files"
+            if self.examples
+            else "there are none, and no data_files",
             "Give one of the two.",
         )
         require(
@@ -107,7 +109,7 @@ class FewShotConfig:
         require(
             self.count is None or self.count >= 1,
             "count",
-            f"{self.count} examples are none",
+            f"{self.count} examples are too few",
             "Give at least 1, or leave few_shot out.",
         )
         require(
@@ -143,8 +145,8 @@ class PromptConfig:
             one, for train.preference with the losses kto and apo_zero_unpaired.
         tools_column: For messages, the column of tools; None takes the column `tools`, if there is
             one.
-        roles: For "sharegpt", the role of each value of `from`: {"bot": "assistant"}, beside human,
-            gpt, system, function_call, observation, ...
+        roles: For "sharegpt", the role of each value of `from`: {"bot": "assistant"}. It adds to
+            human, gpt, system, function_call, observation, ...
         message_fields: Maps the keys of your messages to OpenAI's (role, content, tool_calls,
             reasoning_content, train, train_ranges, weight), and to the `text` of typed parts:
             {role: from, content: value}.
@@ -240,8 +242,8 @@ class PromptConfig:
         require(
             self.rejected_column is None or self.answer is not None,
             "rejected_column",
-            "there is no label whose place it could take",
-            "Name the label_column, whose place it takes.",
+            "there is no label that it could replace",
+            "Name the label_column, which it replaces.",
         )
         every = [(name, f"input_columns[{i}]") for i, name in enumerate(self.inputs)]
         require(
@@ -261,7 +263,7 @@ class PromptConfig:
             require(
                 name and name not in seen,
                 at,
-                f"{name!r} {'stands twice' if name else 'names no column'}",
+                f"{name!r} {'appears twice' if name else 'names no column'}",
                 "Name each column once.",
             )
             seen.add(name)
@@ -311,13 +313,13 @@ class PromptConfig:
         require(
             self.train_on_eos is None or not (every or plain),
             "train_on_eos",
-            "has no effect where all is trained, or all behind a prompt",
+            "has no effect if everything is trained, or all after a prompt",
             "Leave it out, or set train_on to 'assistant' ('completion' of text).",
         )
         require(
             self.reasoning in (None, "keep") or not every,
             "reasoning",
-            f"{self.reasoning!r} has no effect where all is trained, or all behind a prompt",
+            f"{self.reasoning!r} has no effect if everything is trained, or all after a prompt",
             "Leave it out, or set train_on to 'assistant'.",
         )
         if self.reasoning != "per_turn":
@@ -328,7 +330,7 @@ class PromptConfig:
         require(
             self.train_on_eos != "last",
             "train_on_eos",
-            "'last' has no effect beside reasoning 'per_turn', whose samples end with their turns",
+            "'last' has no effect with reasoning 'per_turn', whose samples end with their turns",
             "Use 'turn' or 'none'.",
         )
 

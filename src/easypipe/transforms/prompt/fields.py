@@ -89,7 +89,7 @@ class FieldTemplate:
             require(
                 name in named,
                 "label_column" if name == label else "input_columns",
-                f"{name!r} stands nowhere in the template",
+                f"{name!r} does not appear in the template",
                 f"Write {{{name}}} in it, or leave it out.",
             )
         require(

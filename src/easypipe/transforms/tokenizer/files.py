@@ -303,8 +303,8 @@ def _from_hub(name: str) -> TokenizerFiles:
         LocalEntryNotFoundError: (
             "no such file or folder, and the Hugging Face Hub cannot be reached: {why}",
             "Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json "
-            f"(hf download {name} --local-dir FOLDER where there is a network), or, for a private "
-            "or gated repository, set HF_TOKEN.",
+            f"(hf download {name} --local-dir FOLDER on a machine with a network), or, for a "
+            "private or gated repository, set HF_TOKEN.",
         ),
         EntryNotFoundError: (
             "the Hub repository holds no tokenizer.json",

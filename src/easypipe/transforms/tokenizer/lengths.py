@@ -93,7 +93,9 @@ class LengthPolicy:
             "Leave it out.",
         )
         for name, tokens in (self.budgets or {}).items():
-            require(tokens >= 1, f"budgets.{name}", f"{tokens} tokens are none", "Give at least 1.")
+            require(
+                tokens >= 1, f"budgets.{name}", f"{tokens} tokens are too few", "Give at least 1."
+            )
 
 
 class Lengths:

@@ -75,7 +75,7 @@ class SpecialStrings:
                 if left:
                     raise TokenizerError(
                         at=name,
-                        problem="special_strings='escape' cannot be had: its model has "
+                        problem="special_strings='escape' is not possible: its model has "
                         f"{left[0]!r} as a piece of ordinary text",
                         fix="Set special_strings='error'.",
                     )

@@ -92,7 +92,9 @@ def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
         config = TokenizerConfig(name_or_path=str(config))
     elif not isinstance(config, TokenizerConfig):
         fix = "Give a tokenizer.json, its folder, a Hub name, or TokenizerConfig(...)."
-        raise TokenizerError(at="tokenizer", problem=f"{type(config).__name__} names none", fix=fix)
+        raise TokenizerError(
+            at="tokenizer", problem=f"{type(config).__name__} does not name a tokenizer", fix=fix
+        )
     files = find_tokenizer(config.name_or_path)
     with _failing(files.origin):
         return Tokenizer(config, files)

@@ -47,7 +47,7 @@ class PretrainedConfig:
             require(
                 token and token not in self.add_tokens[:i],
                 f"add_tokens[{i}]",
-                f"{token!r} stands there before" if token else "is empty",
+                f"{token!r} is listed twice" if token else "is empty",
                 "Leave it out.",
             )
         require(

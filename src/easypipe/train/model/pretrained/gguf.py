@@ -192,7 +192,7 @@ def _architecture(hf: JsonObject, shape: ModelConfig, scores: bool) -> str:
         "rope_scaling of kind llama3": arch != "llama" and scaling and scaling.kind == "llama3",
     }
     reasons = [reason for reason, holds in wrong.items() if holds]
-    problem = f"llama.cpp's {arch} knows no {family} with {', '.join(reasons)}"
+    problem = f"llama.cpp's {arch} does not support {family} with {', '.join(reasons)}"
     require(not reasons, "model", problem, _FIX)
     return arch
 
@@ -210,8 +210,8 @@ def _described(shape: ModelConfig, arch: str, hf: JsonObject) -> JsonObject:
     elif shape.sliding_window is not None and shape.sliding_window < length:
         length = shape.sliding_window
         logger.warning(
-            "llama.cpp knows no sliding window of %s: it computes the same up to %d tokens, which "
-            "the file names as the longest row",
+            "llama.cpp does not support the sliding window of %s: it computes the same up to %d "
+            "tokens, which the file names as the longest row",
             hf["model_type"],
             length,
         )

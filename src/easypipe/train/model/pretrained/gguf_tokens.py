@@ -98,10 +98,12 @@ def vocabulary_of(tokenizer: Tokenizer, size: int) -> Vocabulary:
     model, at = parts["model"], tokenizer.name
     _require(model["type"] == "BPE", at, f"llama.cpp has no {model['type']} as transformers has it")
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
-        _require(not model.get(key), at, f"llama.cpp knows no {key} ({model.get(key)!r})")
+        _require(not model.get(key), at, f"llama.cpp does not support {key} ({model.get(key)!r})")
     for token in parts["added_tokens"]:
         flags = [flag for flag in ("single_word", "lstrip", "rstrip") if token[flag]]
-        _require(not flags, at, f"llama.cpp knows no {flags} of the token {token['content']!r}")
+        _require(
+            not flags, at, f"llama.cpp does not support {flags} of the token {token['content']!r}"
+        )
     _require(
         tokenizer.vocab_size <= size,
         at,
@@ -222,8 +224,8 @@ def _prepends(parts: JsonObject, steps: list[JsonObject], at: str) -> bool:
     )
     if _METASPACE in rules:
         logger.warning(
-            "tokenizer %s: puts a space before texts, and before what stands behind special "
-            "tokens, that begin with none; llama.cpp puts another one where there is one",
+            "tokenizer %s: puts a space before texts, and before text after special tokens, "
+            "unless it begins with a space; llama.cpp always puts one",
             at,
         )
     for token in parts["added_tokens"]:
@@ -279,7 +281,7 @@ def _scores(model: JsonObject, types: Sequence[int], tokens: Sequence[str], at: 
         _require(
             len(block) == 1 or len({*"".join(block)}) == 1,
             at,
-            f"its merges to {min(block)!r} do not stand together, which no scores can say",
+            f"its merges to {min(block)!r} are not adjacent, which scores cannot express",
         )
     order = {word: i for i, block in enumerate(blocks) for word in block}
     for word, number in vocab.items():

@@ -178,5 +178,5 @@ def _targets(tensors: Iterable[str], file: Path) -> tuple[str, ...]:
     unexpected = sorted(parsed.keys() - places.keys())
     if unexpected or not parsed:
         problem = "adapters that this decoder has no place for: "
-        raise StateError(at=str(file), problem=problem + (first_of(unexpected) or "none at all"))
+        raise StateError(at=str(file), problem=problem + (first_of(unexpected) or "none"))
     return tuple(sorted(set(places.values())))
