@@ -187,6 +187,19 @@ def test_caches_that_were_closed_make_room_for_others(
     assert not TokenCache(paths[1]).comes_and_goes
 
 
+def test_a_lock_that_was_closed_is_free_while_its_object_lives(tmp_path: Path) -> None:
+    path = locks.work_lock(tmp_path)
+    held = locks.hold(path, exclusive=True, what="a test")
+    assert locks.try_hold(path, exclusive=True) is None
+    held.close()
+    again = locks.try_hold(path, exclusive=True)
+    assert again is not None
+    with again:
+        assert locks.try_hold(path, exclusive=True) is None
+    assert locks.try_hold(path, exclusive=True) is not None
+    del held, again  # which lived until now
+
+
 def test_many_may_read_a_cache_and_nobody_clears_it_before_the_last_has_ended(
     cache: TokenCache, tmp_path: Path
 ) -> None:

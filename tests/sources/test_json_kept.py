@@ -4,7 +4,10 @@ the file.
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +122,19 @@ def test_lines_that_are_none_for_any_reason_shift_no_other(tmp_path: Path) -> No
         (7, "not_a_string"),
     ]
     assert_stateless_reads(source, range(1, 9))
+
+
+def test_values_that_json_writes_as_text_are_kept_within_objects() -> None:
+    values = {
+        "day": datetime.date(2026, 1, 31),
+        "at": datetime.datetime(2026, 1, 31, 12, 5),
+        "hour": datetime.time(12, 5),
+        "price": decimal.Decimal("1.50"),
+        "id": uuid.UUID(int=7),
+    }
+    rows = [{"x": [values, "text"]}, {"x": [1]}]
+    texts = open_object(rows, name="d").read(0, 0, 2).column("x").to_pylist()
+    assert json.loads(texts[0]) == [{key: str(value) for key, value in values.items()}, "text"]
 
 
 def test_the_type_says_that_a_column_of_any_name_holds_conversations(tmp_path: Path) -> None:

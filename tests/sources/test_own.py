@@ -540,6 +540,8 @@ def test_a_bad_row_under_skip_is_left_out_and_counted(
     assert [row[ROW_NUMBER] for row in read] == [n for n in range(1401) if fits or n != at]
     rejects = [(one.row, one.reason) for part in parts for one in part.rejects]
     assert rejects == ([] if fits else [(at, "wrong_type")])
+    if bad == {"text": 5}:
+        assert [one.detail[:15] for part in parts for one in part.rejects] == ["column 'text': "]
     assert_stateless_reads(source, [at, at + 1, 17])
     strict: Any = open_object(make([*good[:at], 7, *good[at:]]), name="d", version="1")
     with pytest.raises(SourceError, match=rf"row {at}: expected a dict"):

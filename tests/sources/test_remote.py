@@ -149,6 +149,14 @@ def test_an_empty_encoding_packs_nothing(web: WebServer) -> None:
 
 
 @pytest.mark.usefixtures("large")
+def test_the_length_of_a_packed_answer_is_not_that_of_the_file(web: WebServer) -> None:
+    web.ranges = False
+    web.files["/a.jsonl"] = gzip.compress(LINES)
+    for encoding, size in (("gzip", None), ("identity", len(web.files["/a.jsonl"]))):
+        web.extra["/a.jsonl"] = {"Content-Encoding": encoding}
+        assert storage.size_of(f"{web.url}/a.jsonl") == size
+
+
 def test_a_stall_is_cut_by_what_other_requests_took(web: WebServer) -> None:
     """Not by the policy's minute; and a server that became slow is waited for longer each time."""
     remote.set_retry_policy(remote.RetryPolicy())

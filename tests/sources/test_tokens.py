@@ -244,7 +244,10 @@ def idx(
         (idx([2], [0], [0, 1], code=6), "m.idx: dtype code 6 is not known"),
         (idx([2], [0], [0, 1])[:-3], "m.idx: 59 bytes, its header says 62: truncated"),
         (idx([2], [0], [0, 1]) + b"x", "it may be of a multimodal dataset"),
-        (idx([2], [0], [1, 1]), "m.idx: its documents do not cover its sequences in order"),
+        *(
+            (idx([2, 2], [0, 4], edges), "m.idx: its documents do not cover its sequences in order")
+            for edges in ([1, 2], [0, 1], [0, 2, 1, 2])
+        ),
         (idx([1, 1], [100, 0], [0, 1, 2]), "m.idx, row 0: bytes 100:102 of "),
         (
             b"MMIDIDX\x00\x00"

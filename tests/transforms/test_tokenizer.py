@@ -760,6 +760,10 @@ def test_a_host_that_was_not_reached_is_asked_again_after_a_while(
         assert reachable.hub_unreachable(url) is not None
         monkeypatch.setattr(reachable, "FAILED_S", 0.0)
         assert reachable.hub_unreachable(url) is None
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+        assert str(reachable.hub_unreachable(url)).startswith("the proxy 127.0.0.1:1: ")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert reachable.hub_unreachable(url) is None, "it is asked without the proxy"
 
 
 @contextlib.contextmanager
