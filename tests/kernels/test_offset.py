@@ -32,16 +32,16 @@ TOKENS, VOCAB, OFFSET = 8, 300, 1e5
 OBJECTIVE = Objective(vocab=VOCAB)
 
 
-def given() -> tuple[np.ndarray, np.ndarray]:
-    """Float32[T, V] logits around 1e5, and labels."""
+def given(offset: float = OFFSET) -> tuple[np.ndarray, np.ndarray]:
+    """Float32[T, V] logits around `offset`, and labels."""
     random = np.random.default_rng(3)
-    logits = (4 * random.normal(size=(TOKENS, VOCAB)) + OFFSET).astype(np.float32)
+    logits = (4 * random.normal(size=(TOKENS, VOCAB)) + offset).astype(np.float32)
     return logits, random.integers(0, VOCAB, TOKENS).astype(np.int32)
 
 
-def oracle() -> tuple[np.ndarray, np.ndarray]:
+def oracle(offset: float = OFFSET) -> tuple[np.ndarray, np.ndarray]:
     """(loss of every token, gradient of their sum in the logits)."""
-    logits, labels = given()
+    logits, labels = given(offset)
     z = np.asarray(logits, np.float64)
     z -= z.max(axis=1, keepdims=True)
     p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
@@ -105,10 +105,11 @@ def test_of_hidden_states_that_pick_a_row_of_the_head(way, layout):
     near(jax.jit(run)(eye, logits, labels), -losses)
 
 
+@pytest.mark.parametrize("offset", [OFFSET, -OFFSET])
 @pytest.mark.parametrize("name", ["xla", "tpu", "gpu"])
-def test_of_the_rows_of_every_kernel(name):
-    logits, labels = given()
-    losses, grad = oracle()
+def test_of_the_rows_of_every_kernel(name, offset):
+    logits, labels = given(offset)
+    losses, grad = oracle(offset)
     kernel, options = {
         "xla": (chunked, {}),
         "tpu": (pallas_tpu, {"interpret": True}),

@@ -409,6 +409,12 @@ def test_the_newest_samples_stand_first(tmp_path: Path) -> None:
     assert page.index("said at 20") < page.index("said at 10")
 
 
+def test_a_config_in_another_encoding_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
+    made = run(tmp_path)
+    (made / "run.yaml").write_bytes("output_dir: caf\xe9\n".encode("latin-1"))
+    assert "output_dir: caf\ufffd" in write_report(made).read_text()
+
+
 def test_a_million_steps_make_a_small_page(tmp_path: Path) -> None:
     """A tenth of them here: what is drawn does not grow."""
     made = tmp_path / "run"
