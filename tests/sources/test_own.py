@@ -206,7 +206,7 @@ def test_without_a_version_nothing_is_kept_and_a_warning_says_so(
         batches(tmp_path, Mine(version=None))
     [said] = [text for text in caplog.messages if "version" in text]
     assert re.match(
-        "dataset d: [a-z._]*test_own:Mine has no version, so its rows are read anew in every "
+        "dataset d: [a-z._]*test_own:Mine has no version, so its rows are read again in every "
         "process",
         said,
     )
