@@ -24,54 +24,88 @@ from disasters.strike import STRUCK
 PAGE = Path(__file__).parents[2] / "docs" / "disasters.md"
 HEAD = f"""# Disasters
 
-`nox -s disasters` does to easypipe what machines do to programs. Each job is struck at every file operation, in {len(HOWS)} ways: {", ".join(HOWS)}. Then it ends
-well, or with an error of easypipe's, or is dead; run again it ends well, the folder holds what the undisturbed job made, byte for byte where no times are kept,
-and nothing else. *Power lost* takes from each file what was written behind its last sync, and takes away new names, with all below them, whose folder was not synced since. The normal run
-of the tests tries a few points of each job.
+`nox -s disasters` tests easypipe against failures of the machine. Each job is struck at every file
+operation, in {len(HOWS)} ways:
+{", ".join(HOWS)}.
+The job must then succeed (*well*), end with an easypipe error (*refused*), or be killed (*dead*).
+When it runs again, it must succeed. The folder must then contain what the undisturbed job made, and
+nothing else; files that store no times must be equal byte for byte. *Power lost* removes from each
+file what was written after its last sync. It also removes each new name, with everything below it,
+if its folder was not synced since. The normal test run tries a few points of each job.
 
-It needs Linux and a C compiler: a small library counts the calls of libc that change files, of all threads. Calls that go past it are not struck: writes
-to memory that is mapped, and the renaming of `model.safetensors` within an export that has no name yet.
+It needs Linux and a C compiler: a small library counts the libc calls, of all threads, that change
+files. Operations that bypass these calls are not struck: writes to mapped memory, and the renaming
+of `model.safetensors` within an export that does not have its final name yet.
 
-*First* and *second of two*, *third of four processes* are runs of `jax.distributed`, of which one process is struck; the others are ended 5 s after it, as those do that start
-such runs. A worker of Ray is killed at the steps of its commits by `tests/executors/test_ray.py` (at all 16 on 2026-11-27: none came to anything else). `EASYPIPE_PATIENCE_S` is how long a job may take, 120 s without it.
+*First of two*, *second of two* and *third of four processes* are `jax.distributed` runs in which
+one process is struck. The others are killed 5 s later, as launchers of such runs do.
+`tests/executors/test_ray.py` kills a Ray worker at the steps of its commits (all 16 were tried on
+2026-11-27, and none changed the result). `EASYPIPE_PATIENCE_S` sets how long a job may take (120 s
+by default).
 
-To try your own machine, clone the repository and let the jobs run on the file system that yours run on: `TMPDIR=/mnt/shared nox -s disasters`. For your own config
-and data there is [`easypipe doctor`](doctor.md), which kills and resumes on them, and needs neither a clone nor a compiler.
+To test your own machine, clone the repository and run the jobs on the file system that your own
+jobs use: `TMPDIR=/mnt/shared nox -s disasters`. To test your own config and data, use
+[`easypipe doctor`](doctor.md). It kills and resumes runs of them, and needs neither a clone nor a
+compiler.
 
 `python tests/disasters/page.py` writes the tables of this page.
 
 ## A server that fails
 
-5 % of the requests fail (429, 500, 503, a reset, half of the bytes, a page in place of the file) and 1 % are never answered, after 50 ms each, eight at a time:
-`python tests/disasters/unreliable.py 800` prepares 800 files from such a server and from one that is well, and compares the caches byte for byte. On 2026-11-27, on
-two busy cores, with 1,000 files: 3,210 requests, 163 failed, 24 unanswered: 32.0 s, where all is well 22.0 s (1.45 times); the cache is the same. The suite prepares 80 files so.
+In this test, 5 % of the requests fail (429, 500, 503, a reset, half of the bytes, or an HTML page
+instead of the file) and 1 % are never answered. Each answer takes 50 ms, and eight requests run at
+a time. `python tests/disasters/unreliable.py 800` prepares 800 files from such a server and from a
+healthy one, and compares the caches byte for byte. On 2026-11-27, on two busy cores and with 1,000
+files, 163 of 3,210 requests failed and 24 were not answered. Preparing took 32.0 s, and 22.0 s from
+the healthy server (1.45 times as long); the caches were equal. The test suite prepares 80 files in
+this way.
 
 ## Several processes
 
-2 to 8 processes prepare, save, read and clear one cache at the same time, in an order drawn by a seed, and a quarter of them is killed at some file operation. Each
-ends well, or with an error of easypipe's, or is dead; one that comes after them makes what an undisturbed one makes, and nothing else is left. Of several trainers in
-one run folder, one trains. The suite tries three seeds; `nox -s disasters` 200 (all tried on 2026-11-27): none came to anything else.
+2 to 8 processes prepare, save, read and clear one cache at the same time, in an order drawn from a
+seed. A quarter of them are killed at some file operation; the others must succeed or end with an
+easypipe error. A process that runs alone afterwards must make what an undisturbed one makes, and
+nothing else may be left. If several trainers start in one run folder, exactly one trains. The test
+suite tries three seeds; `nox -s disasters` tries 200 (all of them on 2026-11-27, and none changed
+the result).
 
-## Minutes on end
+## Long runs
 
-`nox -s soak` lets a cached and a streaming loader run for 30 minutes (`-- MINUTES`), with pauses, restores and epochs. Every batch is the one that the plan has at its
-number; anonymous memory grows by 1 % at most after the first sixth, threads and handles stay as many. On 2026-11-27, 30 minutes: 109,808 batches, 1,892 restores, +0.06 %, 6 threads, 10 handles.
+`nox -s soak` runs a cached and a streaming loader for 30 minutes (`-- MINUTES` sets another time),
+with pauses, restores and epochs. Each batch of the cached loader must be the one that the plan has
+at its number. Each batch of the streaming loader must be the same whenever its number comes again.
+After the first sixth of the time, anonymous memory may grow by at most 1 %, and the numbers of
+threads and handles must stay the same. A run of 30 minutes on 2026-11-27 made 109,808 batches and
+1,892 restores; memory grew by 0.06 %, with 6 threads and 10 handles.
 
-## Much of everything
+## Large inputs and little memory
 
-`python tests/disasters/load.py` prepares and loads much in a process of its own, and some text with little memory. On two cores with a load of 18: 2,000 datasets
-of one row are prepared in 18.7 s (2026-11-27, with a type check beside it; 246 MB of anonymous memory at most),
-a document of 50 M tokens in 13.3 s (1,019 MB), 10 M empty rows in 17.4 s (448 MB); a line of 3 GB is refused after 10 s, by its file and row (a record has 1 GiB at most).
-Many files take as much time for each: 3,000 of one row 12.0 s, 9,000 33.6 s, in memory at a load of 17, 3 ms of processor time a file; 100,000 take 447 s of processor time (2026-11-27, 1,261 MB at most), and their tokens are those of plain `tokenizers`.
-60 MB of text with `ulimit -v` 50 and 100 MB above what the process has are refused (memory that cannot be mapped, threads that do not start); up to 200 MB a library may end
-it where it asks for memory in vain (SIGABRT, seen at 50 and 200); with 400 MB it is done. In a group of the kernel's with 50 and 100 MB more the kernel ends it (SIGKILL), with 200 MB it
-is done. After each, the same without a limit ends well.
+`python tests/disasters/load.py` prepares and loads large inputs, each in a separate process, and
+some text under memory limits. On two cores with a load average of 18, 2,000 datasets of one row are
+prepared in 18.7 s (2026-11-27, while a type check ran; at most 246 MB of anonymous memory). A
+document of 50 M tokens takes 13.3 s (1,019 MB), and 10 M empty rows take 17.4 s (448 MB). A line of
+3 GB is refused after 10 s, and the error names its file and row (a record may have at most 1 GiB).
+
+The time per file does not grow with the number of files: 3,000 files of one row take 12.0 s, and
+9,000 take 33.6 s (files in memory, load average 17, 3 ms of processor time per file). 100,000 files
+take 447 s of processor time (2026-11-27, at most 1,261 MB), and their tokens are those of plain
+`tokenizers`.
+
+60 MB of text is refused if `ulimit -v` is 50 or 100 MB above the memory that the process has
+(memory cannot be mapped, or threads do not start). Up to 200 MB, a library may abort the process
+when an allocation fails (SIGABRT, seen at 50 and 200); with 400 MB the job succeeds. In a cgroup
+with 50 or 100 MB more, the kernel kills the process (SIGKILL); with 200 MB the job succeeds. After
+each of these, the same job without a limit succeeds.
 
 ## File operations
 
-*Killed* is how many operations were the last one of the process, which was killed or lost power there; *failing* is how many failed, in one of the other ways. *Points* are
-operations times ways. Operations of one kind, on files of one kind, made by the same lines of easypipe, are one *class*: those are struck first, one of each, then each operation
-once killed and once failing, then each class in each way (`--once` leaves that out). Where threads or processes race, the n-th operation of a struck run may be another one than the n-th that was listed. *Wrong* is what the last code still answered badly.
+*Killed* is the number of operations at which the process was killed or lost power. *Failing* is the
+number of operations that failed in one of the other ways. *Points* are operations times ways.
+Operations of the same kind, on files of the same kind, that the same lines of easypipe make are one
+*class*. First, one operation of each class is struck; then each operation once killed and once
+failing; then each class in each way (`--once` leaves that out). If threads or processes race, the
+n-th operation of a struck run may differ from the n-th that was listed. *Wrong* is the number of
+points that the latest tested code still handled badly.
 
 | job | operations | of them | killed | failing | classes | points | dead, refused, well | wrong |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -79,7 +113,8 @@ once killed and once failing, then each class in each way (`--once` leaves that 
 DAMAGE = """
 ## Damage
 
-What the next reader does of a file that was damaged. *Made again* means that it stands there as it was, and the result is the same.
+The table shows what the next reader does with a damaged file. *Made again* means that the file is
+recreated as it was, and the result is the same.
 
 """
 
@@ -110,7 +145,7 @@ def damage(interposed: Interposed, folder: Path) -> list[str]:
         lines.append(f"| {kind.what} | {kind.reader} | {' | '.join(came)} |")
         if kind.unread:
             notes.append(f"- {kind.what}: {kind.unread}.")
-    return [*lines, "", "Not noticed, because:", "", *notes]
+    return [*lines, "", "Damage to some files is not noticed, for these reasons:", "", *notes]
 
 
 def main() -> None:
