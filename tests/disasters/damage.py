@@ -64,9 +64,9 @@ class Kind:
         return [*WAYS, *placed, *((EQUAL,) if self.equal else ())]
 
 
-BY_SIZE = "a folder that is whole by its sizes is up to date; who reads the rows finds it"
-BUILD = "`easypipe verify --repair` needs it, and asks for the config where it cannot be read"
-PICTURE = "for people, nothing reads it; drawn anew at the end of a run"
+BY_SIZE = "a folder whose file sizes are right counts as up to date; reading the rows finds the damage"
+BUILD = "`easypipe verify --repair` needs it, and asks for the config if it cannot be read"
+PICTURE = "people look at it, nothing reads it; it is redrawn at the end of a run"
 KINDS = (
     Kind("manifest of a token cache", "cache/manifests/*[0-9a-f].json", "batches"),
     Kind("quarantine file", "cache/manifests/*.quarantine.jsonl", "batches"),
@@ -164,7 +164,7 @@ class Damaged:
             return AGAIN
         if not path.exists():
             return WITHOUT
-        return TOLD if re.search("damaged|is made again|set aside|cannot", outcome.said) else UNSEEN
+        return TOLD if re.search("damaged|is rebuilt|cannot", outcome.said) else UNSEEN
 
     def _sound_of(self, reader: str) -> Outcome:
         if reader not in self._sound:
@@ -190,8 +190,8 @@ class Damaged:
         return self._interposed.run(Order(job, str(self._work)))
 
 
-NAMED, AGAIN, TOLD = "an error names it", "made again", "told, and gone on without it"
-WITHOUT = "gone on without it"
+NAMED, AGAIN, TOLD = "an error names it", "made again", "reported, and ignored"
+WITHOUT = "ignored"
 UNSEEN = "not noticed"
 
 

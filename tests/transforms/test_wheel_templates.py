@@ -148,17 +148,18 @@ def page() -> Iterator[str]:
     names = stock()
     yield "# Masks of well-known templates\n"
     yield (
-        "This table shows for which chat templates [`easypipe masks`](conversations.md#masks-for-other-trainers) can prove the "
-        "tokens to train, without generation markers or a tokenizer. The templates are those in the wheels of trl 1.16.0 and "
-        "axolotl 0.19.0. A cell says `yes`, or the form that messages must have, or why the mask is not proven. A row whose "
-        "mask is not proven is refused; nothing is guessed. `nox -s masks` writes this page.\n"
+        "This table shows for which chat templates [`easypipe masks`](conversations.md#masks-for-other-trainers) can prove "
+        "which tokens to train, without generation markers or a tokenizer. The templates are those in the wheels of trl 1.16.0 "
+        "and axolotl 0.19.0. A cell contains `yes`, the form that messages must have, or the reason that the mask is not "
+        "proven. easypipe does not guess: it refuses a row if its mask is not proven. `nox -s masks` writes this page.\n"
     )
     yield (
-        "A second opinion is the package `renderers` 0.1.12, which writes conversations of some model families by code and says "
-        f"which tokens the model itself wrote (`nox -s renderers`). Over {len(TALKS)} conversations its text is that of "
-        f"{TEMPLATES} of these templates in {CONVERSATIONS} cases, and in {SAME} of them both masks are the same (with "
-        "`<|tool_response>` among the tokens at which Gemma 4 stops, as its generation_config.json has it). The others are of "
-        "GLM-4.5: there the line break that the model writes first is trained here and in TRL's copy, and not in `renderers`.\n"
+        "`nox -s renderers` compares these masks with those of the package `renderers` 0.1.12, which renders the conversations "
+        "of some model families in Python and marks the tokens that the model itself generates. For "
+        f"{len(TALKS)} conversations, its text is equal to the output of {TEMPLATES} of these templates in {CONVERSATIONS} "
+        f"cases. In {SAME} of these cases both masks are equal, if `<|tool_response>` is one of the stop tokens of Gemma 4, as "
+        "in its generation_config.json. The other cases are from GLM-4.5: the model first generates a line break, which is "
+        "trained here and in TRL's copy, but not in `renderers`.\n"
     )
     yield "| template | " + " | ".join(SAMPLES) + " |\n|" + " --- |" * (len(SAMPLES) + 1)
     yield "| proven of {} | {} |".format(
