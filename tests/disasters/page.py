@@ -141,7 +141,7 @@ def damage(interposed: Interposed, folder: Path) -> list[str]:
         cells = [damaged.cell(kind, way) for way in kind.ways]
         wrong = [cell for cell in cells if cell.wrong]
         assert not wrong, wrong
-        came = [one.came for one in cells] + ["there is none"] * (len(ways) - len(cells))
+        came = [one.came for one in cells] + ["not applicable"] * (len(ways) - len(cells))
         lines.append(f"| {kind.what} | {kind.reader} | {' | '.join(came)} |")
         if kind.unread:
             notes.append(f"- {kind.what}: {kind.unread}.")
