@@ -104,7 +104,7 @@ def test_a_healthy_machine_has_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     ("wrong", "says"),
     [
         (lambda labels: np.roll(labels, 1, axis=1), r"batch 0, row 0, slot \d+: the label is"),
-        (lambda labels: np.full_like(labels, -100), r": 0 targets, where its loss mask opens \d"),
+        (lambda labels: np.full_like(labels, -100), r": 0 targets, but its loss mask trains \d"),
     ],
 )
 def test_a_wrong_mask(

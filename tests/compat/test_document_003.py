@@ -389,7 +389,9 @@ def test_tokens_of_an_own_tokenizer_are_kept_by_its_version(
         return own.calls
 
     assert calls() == calls() == 13
-    assert re.search("tokenizer: .*Characters has no version, so nothing", caplog.text)
+    assert re.search(
+        "tokenizer: .*Characters has no version, so its results are not kept", caplog.text
+    )
     caplog.clear()
     assert [calls(version="1"), calls(version="1"), calls(version="2")] == [13, 0, 13]
     assert not caplog.text

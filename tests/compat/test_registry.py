@@ -175,7 +175,7 @@ def test_unknown_names_and_options_are_refused():
         registry.get_collator(tokenizer="x")
     registry.register("needy", modality="text", task_type="needs")(lambda task_spec=None, *, it: it)
     with pytest.raises(
-        ConfigError, match=r"collator 'needy', option 'it': is needed.*TaskSpec\(options="
+        ConfigError, match=r"collator 'needy', option 'it': is required.*TaskSpec\(options="
     ):
         registry.get_collator(collator_name="needy")
     with pytest.raises(

@@ -64,7 +64,9 @@ class Kind:
         return [*WAYS, *placed, *((EQUAL,) if self.equal else ())]
 
 
-BY_SIZE = "a folder whose file sizes are right counts as up to date; reading the rows finds the damage"
+BY_SIZE = (
+    "a folder whose file sizes are right counts as up to date; reading the rows finds the damage"
+)
 BUILD = "`easypipe verify --repair` needs it, and asks for the config if it cannot be read"
 PICTURE = "people look at it, nothing reads it; it is redrawn at the end of a run"
 KINDS = (

@@ -84,7 +84,7 @@ def test_damaged_sidecar_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "easypipe"):
         open_files(tmp_path / "a.txt", index_dir=tmp_path / "index").shards  # noqa: B018
     assert str(sidecar) in caplog.text
-    assert "is made again: damaged" in caplog.text
+    assert "is rebuilt: damaged" in caplog.text
 
 
 def test_killed_while_committing(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_desirable_answers_become_likelier_than_the_others(
 @pytest.mark.parametrize(
     ("preference", "dataset", "words"),
     [
-        ({}, {"desirable_field": None}, "kto takes answers .*hold no verdicts.*desirable_field"),
+        ({}, {"desirable_field": None}, "kto needs answers .*hold no verdicts.*desirable_field"),
         (None, {}, r"data: holds answers with verdicts, and without train\.preference"),
         ({"loss": "sigmoid"}, {}, "the rows hold no pairs of answers"),
         ({"reference": "cached"}, {}, r"preference\.reference: cached, and kto compares"),

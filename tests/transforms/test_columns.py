@@ -416,9 +416,7 @@ def test_without_a_version_nothing_is_known_in_the_next_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert Map(shout).fingerprint != Map(shout).fingerprint
-    assert (
-        "shout has no version, so nothing that it makes is kept in the token cache" in caplog.text
-    )
+    assert "shout has no version, so its results are not kept in the token cache" in caplog.text
     unsure = Rename({"a": "b"}) >> Map(shout)
     assert (unsure.cacheable, Map(shout, version="1").cacheable, Rename({"a": "b"}).cacheable) == (
         False,

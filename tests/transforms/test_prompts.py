@@ -19,7 +19,6 @@ import strategies
 from chat_support import (
     CHATML,
     HOSTILE,
-    LIMITS,
     MARKED,
     REASONING,
     chat_tokenizer,
@@ -720,8 +719,8 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], pr
         ("{instruction!r}{input}{output}", "it has a field {instruction!r}"),
         ("{instruction:>99999999}{input}{output}", "it has a field {instruction:>99999999}"),
         ("{}{instruction}{input}{output}", "it has a field {}"),
-        ("{instruction}{input}", "label_column: 'output' stands nowhere"),
-        ("{instruction}{output}", "input_columns: 'input' stands nowhere"),
+        ("{instruction}{input}", "label_column: 'output' does not appear"),
+        ("{instruction}{output}", "input_columns: 'input' does not appear"),
         ("{instruction}{input}{output}{output}", "the label {output} stands 2 times"),
         ("{instruction}{input}{output} }", "a brace that is not a field"),
         ("nothing.jinja", "neither a file nor the text of a template"),
@@ -759,9 +758,9 @@ def test_hostile_custom_templates_end_alone(name: str) -> None:
     source, why = HOSTILE[name]
     one = engine(format_type="custom", template=source, input_columns=("messages",))
     # whatever takes too long does so for the shortest row, too
-    alone = any(limit in why for limit in LIMITS) and "processor" not in why
-    error = SourceError if alone else HostileTemplateError
-    with processor_time_of_workers(most=5), pytest.raises(error) as caught:
+    alone = ("memory", "characters")
+    errors = tuple(SourceError if w in alone else HostileTemplateError for w in why.split("|"))
+    with processor_time_of_workers(most=5), pytest.raises(errors) as caught:
         one.render({"messages": [1]})
     assert any(part in str(caught.value) for part in why.split("|"))
     assert engine().render(TALK).text.startswith("<|im_start|>")
