@@ -819,7 +819,7 @@ def test_prepare_tokenizes_and_plans_and_building_finds_it_done(
     caplog.clear()
     assert list(again.build())
     assert {path: path.stat().st_mtime_ns for path in files} == files
-    with pytest.raises(ConfigError, match=r"^streaming: nothing is counted"):
+    with pytest.raises(ConfigError, match=r"^streaming: streamed data is not counted"):
         Pipeline(whole(tmp_path, streaming=True)).source().tokenize().prepare()
 
 

@@ -775,7 +775,9 @@ def test_eos_is_counted_where_it_is_known_how_many_documents_had_it(
 
 
 def test_streaming_has_nothing_to_plan_from(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="streaming: nothing is counted before it is read"):
+    with pytest.raises(
+        ConfigError, match="streaming: streamed data is not counted before it is read"
+    ):
         mixed(tmp_path, streaming=True).plan(3, prepare=False)
 
 

@@ -200,8 +200,8 @@ def plan_of_run(
     if all(span.differs(here) for span in spans):
         report = pipeline.plan(steps, prepare=prepare, by_step=by_step)
         note = (
-            f"{folder} holds a run on other data ({' and '.join(spans[-1].differs(here))} "
-            "differ): this is the plan of a new one"
+            f"{folder} holds a run that used different data "
+            f"({' and '.join(spans[-1].differs(here))} differ): this is the plan of a new run"
         )
         return dataclasses.replace(report, notes=(note, *report.notes))
     reports: list[tuple[Span, PlanReport]] = []

@@ -259,7 +259,8 @@ def test_what_cannot_be_known_is_refused(copied: Path, capsys: Any) -> None:
     capsys.readouterr()
     plan = told(capsys, ["plan", *given(2, copied, "data.seed=5"), "--json"])
     assert (
-        "holds a run on other data (plan differ): this is the plan of a new one" in plan["notes"][0]
+        "holds a run that used different data (plan differ): this is the plan of a new run"
+        in plan["notes"][0]
     )
     changes = read_changes(copied / "out")
     gone = json.loads(json.dumps(changes))

@@ -159,11 +159,11 @@ def test_who_does_not_meet_the_others_says_so_in_time():
     ]
     first, second, late = (process.communicate(timeout=120)[0] for process in started)
     assert first.startswith(
-        "StallError train.distributed: process 0 of 2 did not meet the others within 1 s at "
+        "StallError train.distributed: process 0 of 2 could not connect to the other processes within 1 s at "
         f"{address}. See that all"
     )
     assert second.startswith(
-        "StallError train.distributed: process 1 of 2 did not meet the others within 1 s at "
+        "StallError train.distributed: process 1 of 2 could not connect to the other processes within 1 s at "
         f"{other}."
     )
     assert late.startswith(

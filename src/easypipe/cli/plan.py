@@ -112,7 +112,7 @@ def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) ->
     from easypipe.history import plan_of_run
 
     run.refuse_streaming(
-        "nothing is counted before it is read, so there is nothing to plan from",
+        "streamed data is not counted before it is read, and a plan needs the counts",
         "to plan over the token cache",
     )
 

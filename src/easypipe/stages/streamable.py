@@ -100,7 +100,7 @@ def no_plan() -> ConfigError:
     """Returns the error for questions that need a plan, which streaming does not have."""
     return ConfigError(
         at="streaming",
-        problem="nothing is counted or cached before it is read, so there is no plan, no token "
+        problem="streamed data is not counted or cached, so there is no plan, no token "
         "cache and no ledger of the whole",
         fix="Ask loader.ledger() for what was read so far, or leave streaming out.",
     )

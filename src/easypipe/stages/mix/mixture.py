@@ -194,7 +194,7 @@ class Mixture:
         require(
             not self.context.config.streaming,
             "streaming",
-            "nothing is counted or cached before it is read, so there is no plan, and "
+            "streamed data is not counted or cached, so there is no plan, and "
             "no token cache to look into",
             "Iterate over the loader, ask loader.ledger() for what was read so far, or "
             "leave streaming out.",

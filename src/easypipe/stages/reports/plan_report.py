@@ -207,7 +207,7 @@ def plan_report(
         require(
             not context.config.streaming,
             "streaming",
-            "nothing is counted before it is read, so there is nothing to plan from",
+            "streamed data is not counted before it is read, and a plan needs the counts",
             "Leave it out to plan over the token cache.",
         )
         report = _planned(name, source, load, context, asked)

@@ -93,8 +93,8 @@ def initialize(config: DistributedConfig | None = None) -> bool:
         where = described.get("coordinator_address", f"the address that {scheduler} gives")
         raise StallError(
             at="train.distributed",
-            problem=f"{who.format(**described)} did not meet the others within {config.timeout} s "
-            f"at {where}",
+            problem=f"{who.format(**described)} could not connect to the other processes within "
+            f"{config.timeout} s at {where}",
             fix="See that all of them run, reach that address, and have ids of their own; or raise "
             "train.distributed.timeout.",
         )
