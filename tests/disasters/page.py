@@ -24,14 +24,16 @@ from disasters.strike import STRUCK
 PAGE = Path(__file__).parents[2] / "docs" / "disasters.md"
 HEAD = f"""# Disasters
 
-`nox -s disasters` tests easypipe against failures of the machine. Each job is struck at every file
-operation, in {len(HOWS)} ways:
+`nox -s disasters` tests easypipe against failures of the machine. It strikes jobs at their file
+operations, in {len(HOWS)} ways:
 {", ".join(HOWS)}.
 The job must then succeed (*well*), end with an easypipe error (*refused*), or be killed (*dead*).
 When it runs again, it must succeed. The folder must then contain what the undisturbed job made, and
 nothing else; files that store no times must be equal byte for byte. *Power lost* removes from each
 file what was written after its last sync. It also removes each new name, with everything below it,
-if its folder was not synced since. The normal test run tries a few points of each job.
+if its folder was not synced since. The normal test run tries a few points of the first three jobs.
+[A table](#file-operations) says how many points were tried: every operation in every way takes too
+long.
 
 It needs Linux and a C compiler: a small library counts the libc calls, of all threads, that change
 files. Operations that bypass these calls are not struck: writes to mapped memory, and the renaming
@@ -103,9 +105,9 @@ each of these, the same job without a limit succeeds.
 number of operations that failed in one of the other ways. *Points* are operations times ways.
 Operations of the same kind, on files of the same kind, that the same lines of easypipe make are one
 *class*. First, one operation of each class is struck; then each operation once killed and once
-failing; then each class in each way (`--once` leaves that out). If threads or processes race, the
-n-th operation of a struck run may differ from the n-th that was listed. *Wrong* is the number of
-points that the latest tested code still handled badly.
+failing; then each class in each way, then the other points (`--once` leaves these out). If threads
+or processes race, the n-th operation of a struck run may differ from the n-th that was listed.
+*Wrong* is the number of points that the latest tested code still handled badly.
 
 | job | operations | of them | killed | failing | classes | points | dead, refused, well | wrong |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |

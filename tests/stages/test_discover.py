@@ -284,6 +284,19 @@ def test_rows_of_files_that_are_not_opened_are_not_left_out(
         assert counted.num_rows == 5 * files
 
 
+def test_files_that_are_in_no_part_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the last file that is opened, nothing says to which of several kinds files belong."""
+    monkeypatch.setattr(inspection, "LOOKED_AT", 2)
+    for i, row in enumerate([{"text": "a"}, {"messages": TALK}, {"text": "b"}, {"text": "c"}]):
+        jsonl(tmp_path / f"{i}.jsonl", [row])
+    found = discover(tmp_path)
+    assert [len(part.files) for part in found.parts] == [1, 1]
+    [note] = found.notes
+    assert note.startswith(f"2 files from {tmp_path / '2.jsonl'} on are in no part")
+
+
 def test_saved_folders_and_tokens(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"text": f"some words {i}"} for i in range(50)])
     tokenize_and_save(path, tokenizer(), tmp_path / "saved", progress=lambda event: None)

@@ -162,12 +162,17 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
         groups.setdefault(key, []).append(one)
     if len(groups) == 1:
         return [_part(found, opened, look)], list(map(str, errors))
-    parts = []
+    parts, notes = [], list(map(str, errors))
     for group in groups.values():
         own = tuple(one.file for one in group)
         reads = {**found.reads, **read_paths(own)}
         parts.append(_part(replace(found, files=own, reads=reads), group, look))
-    return parts, list(map(str, errors))
+    if left := found.files[most:]:
+        notes.append(
+            f"{len(left):,} files from {left[0].path} on are in no part: {most} {found.format} files "
+            "were looked at, which hold rows of several kinds; discover the others by themselves"
+        )
+    return parts, notes
 
 
 def read_paths(files: Sequence[FileRef]) -> Settings:

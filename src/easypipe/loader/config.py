@@ -19,8 +19,9 @@ class LoadStageConfig:
 
     Args:
         batch_size: Rows of a training step, over all processes and micro-batches.
-        batch_size_schedule: `[[step, rows], ...]`, ascending, the first step 0: the batch size from
-            each training step on. Every size is a shape of its own for compiled programs.
+        batch_size_schedule: `[[step, rows], ...]`, steps ascending and above 0: the batch size from
+            each training step on; until the first of them, batches have `batch_size` rows. Every
+            size is a shape of its own for compiled programs.
         accumulation_steps: Micro-batches of a training step. With a number A above 1, every column
             is [A, rows / A, slots], for a program that adds up the gradients; micro-batch a holds
             the rows r of the batch with r % A == a.

@@ -62,5 +62,4 @@ def exact_points(
 
 def batch_sizes_of(load: LoadStageConfig) -> tuple[tuple[int, int], ...]:
     """Returns (step, rows of a batch from there on), the first of them from step 0."""
-    later = tuple(load.batch_size_schedule)
-    return later if later and later[0][0] == 0 else ((0, load.batch_size), *later)
+    return ((0, load.batch_size), *load.batch_size_schedule)
