@@ -169,8 +169,9 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
         parts.append(_part(replace(found, files=own, reads=reads), group, look))
     if left := found.files[most:]:
         notes.append(
-            f"{len(left):,} files from {left[0].path} on are in no part: {most} {found.format} files "
-            "were looked at, which hold rows of several kinds; discover the others by themselves"
+            f"{len(left):,} files from {left[0].path} on are in no part: {most} {found.format} "
+            "files were looked at, which hold rows of several kinds; discover the others by "
+            "themselves"
         )
     return parts, notes
 
