@@ -678,6 +678,11 @@ def test_expand_says_what_a_function_gave_in_place_of_rows(made: Any) -> None:
         one(Expand(lambda row: made, most=2, version="1"), n=[2, 3])
 
 
+def test_expand_names_the_row_that_is_no_mapping() -> None:
+    with pytest.raises(SourceError, match=r"returned 5, not a mapping"):
+        one(Expand(lambda row: [{"n": 1}, 5], most=2, version="1"), n=[2, 3])
+
+
 def test_what_is_wrong_with_a_format_is_said_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Combine("text", "{q.x}")

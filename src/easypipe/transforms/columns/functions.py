@@ -369,8 +369,9 @@ def _called(
         if len(several) > most:
             failed.append(_too_many(number, len(several), most))
             continue
-        if not all(isinstance(one, Mapping) for one in several):
-            detail = f"{function.name} returned {several[0]!r:.80}, not a mapping"
+        wrong = [one for one in several if not isinstance(one, Mapping)]
+        if wrong:
+            detail = f"{function.name} returned {wrong[0]!r:.80}, not a mapping"
             failed.append(Reject(row=number * most, reason=reason, detail=detail))
             continue
         for one in several:
