@@ -1,6 +1,6 @@
-"""easypipe makes raw text into a trained model, in JAX; the order of its data is arithmetic.
+"""easypipe turns raw text into a trained model, in JAX; the order of its data is computed.
 
-Names are loaded when first used, so that `import easypipe` stays quick and does not load jax;
+Names are loaded on first use, so that `import easypipe` is fast and does not load jax;
 `__init__.pyi` lists them with their modules.
 """
 

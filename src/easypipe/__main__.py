@@ -1,4 +1,4 @@
-"""`python -m easypipe`: the command line, where the command itself is not on the path."""
+"""`python -m easypipe`: the command line, for when the command itself is not on the path."""
 
 import sys
 

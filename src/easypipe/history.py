@@ -1,7 +1,6 @@
 """The history of a run whose data was changed: its spans of steps, the loader and plan of each.
 
-span  the steps of a run that read the data of one configuration; a run that was never changed is
-      one span
+span  the steps of a run that read the data of one config; a run that was never changed is one span
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from easypipe.train.record import FINGERPRINTS, RECORD, read_changes, read_kept
 
 log = logging.getLogger("easypipe")
 
-# Changes whose keys begin with this decide which rows stand in a batch.
+# Changed keys with this prefix decide which rows are in a batch.
 OF_DATA = "loader."
 
 
 @dataclass(frozen=True)
 class Span:
-    """Steps `first` to `stop` of a run, whose rows count from `row`.
+    """Steps `first` to `stop` of a run; their rows are counted from `row`.
 
     Args:
-        first: The first step, from 0.
-        stop: The step behind the last; None as far as the run goes.
-        row: The row of the first step.
-        config: The config of the whole run; None where the folder has none.
-        components: Digests of its data; None where the folder has none.
-        changed: What was allowed to differ from `first` on.
+        first: The first step, counted from 0.
+        stop: The step after the last; None up to the end of the run.
+        row: The first row of the first step.
+        config: The config of the whole run; None if the folder has none.
+        components: Digests of its data; None if the folder has none.
+        changed: The changes that were allowed, from `first` on.
     """
 
     first: int
@@ -55,7 +54,7 @@ class Span:
 
     @property
     def steps(self) -> str:
-        """The steps in words, counted as metrics.jsonl does."""
+        """The steps as text, counted as in metrics.jsonl."""
         return (
             f"from step {self.first + 1:,}"
             if self.stop is None
@@ -66,7 +65,7 @@ class Span:
         """Returns the chain of the span's data, up to load().
 
         Raises:
-            StateError: The data was not recorded, or it is not what was read.
+            StateError: The data was not recorded, or has changed since it was read.
         """
         if self.config is None or self.components is None:
             problem = f"does not record what data was read in {self.steps}"
@@ -95,7 +94,7 @@ class Span:
 
 
 def host_load(data: PipelineConfig) -> LoadStageConfig:
-    """Returns how batches are made, without the options that decide only where they go."""
+    """Returns the config of batches without the options that only decide where they are placed."""
     return dataclasses.replace(
         data.load or LoadStageConfig(), mesh=None, partition_spec=None, prefetch_to_device=False
     )
@@ -104,10 +103,10 @@ def host_load(data: PipelineConfig) -> LoadStageConfig:
 def spans_of(folder: str | Path) -> tuple[Span, ...]:
     """Returns the spans of the run in `folder`, in order.
 
-    They are () where it records no data that a plan knows.
+    It is () if the folder records no data that can be planned.
 
     Raises:
-        StateError: The folder holds foreign files.
+        StateError: The folder holds files that are not easypipe's.
     """
     folder = Path(os.path.expanduser(folder))
     kept, record = read_kept(folder / FINGERPRINTS), folder / RECORD
@@ -138,17 +137,17 @@ def loader_at(
     step: int,
     progress: ProgressListener = silent,
 ) -> Loader:
-    """Returns the loader that made batch `step` of the run in `folder`, counting as it did then.
+    """Returns the loader that made batch `step` of the run in `folder`, with the rows of that time.
 
     Args:
-        folder: The folder of the run. The loader is that of `pipeline` where there is no run.
-        pipeline: Returns what is described now, up to load().
-        step: The step, from 0.
-        progress: Is called as the work goes on.
+        folder: The folder of the run. Without a run the loader is that of `pipeline`.
+        pipeline: Returns the chain of the current config, up to load().
+        step: The step, counted from 0.
+        progress: Called as the work goes on.
 
     Raises:
-        StateError: `pipeline` has the data of no span of the run, or the data of that step is not
-            known or not there any more.
+        StateError: The data of `pipeline` is not that of any span of the run, or the data of that
+            step is unknown or no longer there.
     """
     spans = () if folder is None else spans_of(folder)
     own = pipeline()
@@ -185,13 +184,14 @@ def plan_of_run(
     by_step: bool = False,
     progress: ProgressListener = silent,
 ) -> PlanReport:
-    """Plans the run in `folder`, each of its spans by its own data, as `Pipeline.plan` does.
+    """Plans the run in `folder`, each span with its own data, as `Pipeline.plan` does.
 
-    The notes tell what is not known. `pipeline` is what is described now, with load(). Where it is
-    the data of no span, it is planned as a run of its own; so is a run that was never changed.
+    The report's notes say what is not known. `pipeline` is the chain of the current config, with
+    load(). If its data is not that of any span, it is planned as a new run; so is a run that was
+    never changed.
 
     Raises:
-        StateError: No span can be planned.
+        StateError: None of the spans can be planned.
     """
     spans = () if folder is None else spans_of(folder)
     if len(spans) < 2 or (not prepare and not pipeline.prepared()):

@@ -68,12 +68,14 @@ def tokenize_and_save(
 ) -> SaveReport:
     """Tokenizes one dataset and writes its documents in their order.
 
-    It is source, tokenize and save of a Pipeline, with their options. Interrupted, it continues.
+    It runs the stages source, tokenize and save of a Pipeline, with their options. Calling it again
+    continues an interrupted call.
 
     Args:
-        storage_options: For data_files; for output_path too, without output_storage_options.
-        progress: None shows rows and MB a second and the remaining time on the terminal, or logs a
-            line every half minute; `easypipe.core.protocols.silent` shows nothing.
+        storage_options: The options for data_files; also for output_path, unless
+            output_storage_options are given.
+        progress: None shows rows and MB per second and the remaining time on the terminal, or logs
+            a line every half minute; `easypipe.core.protocols.silent` shows nothing.
 
     Raises:
         EasypipeError: What `Pipeline.build` raises.
@@ -98,7 +100,7 @@ def tokenize_and_save(
     )
     config = PipelineConfig(
         datasets=(dataset,),
-        seed=0,  # nothing here is drawn
+        seed=0,  # nothing here is random
         cache_dir=cache_dir,
         executor=executor,
         tokenize=TokenizeStageConfig(max_length=max_length, num_workers=num_workers),
@@ -111,8 +113,8 @@ def file_values(path: str | Path, overrides: Sequence[str]) -> JsonObject:
     """Reads the values of a config file, with `key.path=value` overrides.
 
     Raises:
-        ConfigError: The message names the key path of what is wrong. An override for a run config
-            is wrong too where the file is a pipeline config, whose keys stand without `data.`.
+        ConfigError: A value is wrong; the message names its key path. An override with `data.` is
+            also wrong if the file is a pipeline config.
     """
     values = load_yaml(path)
     if "data" in values or "datasets" not in values:
@@ -145,14 +147,14 @@ def chain(
     save: bool = True,
     first_rows: int | None = None,
 ) -> Pipeline:
-    """Returns the stages that `config` describes, up to load() and without it.
+    """Returns the stages that `config` describes, without load().
 
-    Several datasets are mixed; they are packed and saved where the config says so.
+    Several datasets are mixed; they are packed and saved if the config says so.
 
     Args:
         config: The config of the data.
-        progress: Is called as the work goes on.
-        save: False leaves out save(), for callers that only look.
+        progress: Called as the work goes on.
+        save: False leaves out save(), for callers that only inspect the data.
         first_rows: As in SourceStage.
     """
     pipeline = Pipeline(config, progress=progress).add_stage(SourceStage(first_rows=first_rows))
@@ -170,12 +172,12 @@ def chain(
 def repair_as_made(
     path: str | Path, *, progress: ProgressListener = silent
 ) -> tuple[Verification, ...]:
-    """Repairs a token cache or saved folder by the chains that made what is broken.
+    """Repairs a token cache or saved folder with the chains that made the broken files.
 
-    It is `Pipeline.repair` with the chains that the cache folder noted (stages/build_record.py).
+    It calls `Pipeline.repair` on the chains recorded in the cache folder (stages/build_record.py).
 
     Raises:
-        ConfigError: The chain was not noted, or rows came from memory or from code; the message
+        ConfigError: The chain was not recorded, or rows came from memory or from code; the message
             says what to give.
     """
     path = place_of(path)
@@ -193,7 +195,7 @@ def repair_as_made(
             continue
         with contextlib.chdir(made["folder"]):
             config = from_dict(PipelineConfig, made["config"])
-            # The tokens are where the caller says, wherever the folder was when they were made.
+            # The tokens are at the caller's path, even if the folder was elsewhere at their making.
             config = (
                 config
                 if place is None
@@ -208,9 +210,9 @@ def repair_as_made(
 
 
 def with_tokenizer_of(data: PipelineConfig, model: PretrainedConfig) -> PipelineConfig:
-    """Returns `data` with the tokenizer of the model that is trained on it as its default.
+    """Returns `data` with the tokenizer of the model as its default.
 
-    A default tokenizer that `data` names stays.
+    A default tokenizer that `data` already names is kept.
     """
     if data.default_tokenizer is not None or (
         data.tokenize is not None and data.tokenize.default_tokenizer is not None
@@ -235,7 +237,7 @@ class Prepared:
     Args:
         data: The pipeline of the training data, which ends before load().
         held_out: The pipelines of the held-out data by name.
-        report: What became of their rows.
+        report: The report of what happened to their rows.
     """
 
     data: Pipeline
@@ -274,8 +276,8 @@ def prepare_data(
     Args:
         data: The config of the training data.
         held_out: The configs of held-out data by name.
-        progress: Is called as the work goes on.
-        check: Is called with the chains before any row is read; raises to stop there.
+        progress: Called as the work goes on.
+        check: Called with the chains before any row is read; it may raise an error to stop there.
     """
     pipeline, others = chains(data, held_out, progress=progress)
     if check is not None:
@@ -295,7 +297,7 @@ def prepare_data(
 
 @contextlib.contextmanager
 def _naming_files(config: PipelineConfig) -> Generator[None]:
-    """Notes what a dataset reads on a SourceError that names the dataset but no file of it."""
+    """Adds a dataset's data_files as a note to a SourceError that names none of its files."""
     try:
         yield
     except SourceError as error:
@@ -307,14 +309,14 @@ def _naming_files(config: PipelineConfig) -> Generator[None]:
 
 @contextlib.contextmanager
 def placed(at: str) -> Generator[None]:
-    """Makes errors name keys as the file does in which the PipelineConfig stands under `at`.
+    """Makes errors name keys as in the file, which has the PipelineConfig under the key `at`.
 
     An error then says `data.mix.weights` and not `mix.weights`. An empty `at` means that the config
     is the whole file.
     """
     try:
         yield
-    except (ConfigError, PlanError, StorageError) as error:  # those of other kinds name files
+    except (ConfigError, PlanError, StorageError) as error:  # errors of other kinds name files
         notes: list[str] = error.__dict__.get("__notes__", [])
         notes[:] = (f"{at}.{note}" if at and KEY.match(note) else note for note in notes)
         if at and KEY.match(error.at):
@@ -327,10 +329,10 @@ FROM_DATA = {"from", "fraction", "seed", "load"}
 
 
 def _check_held_out(at: str, entry: Settings) -> None:
-    """Checks that `entry` is a hold-out of the data.
+    """Checks that `entry` describes rows held out of the data.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: It does not.
     """
     for key in entry:
         require(
@@ -358,11 +360,12 @@ def _check_held_out(at: str, entry: Settings) -> None:
 def with_hold_outs(values: Settings) -> JsonObject:
     """Returns the values of a run config with `eval: {name: {from: data, ...}}` written out.
 
-    The datasets of `data` (a config or its values) then stand on both sides, each with `hold_out`.
+    The datasets of `data` (a config or its values) are then listed in `data` and in the entry, each
+    with `hold_out`.
 
     Raises:
-        ConfigError: Two entries hold out rows, other keys stand beside `from`, or a dataset has
-            `hold_out` already.
+        ConfigError: Two entries hold out rows, an entry with `from` has other keys, or a dataset
+            already has `hold_out`.
     """
     entries = values.get("eval") if isinstance(values.get("eval"), Mapping) else {}
     held = {
@@ -386,7 +389,7 @@ def with_hold_outs(values: Settings) -> JsonObject:
     sets = _of(data, "datasets") or ()
     sets = list(sets) if isinstance(sets, list | tuple) else [sets]
     if not all(isinstance(one, Mapping) or is_config(type(one)) for one in (data, *sets)):
-        return {**values, "eval": {}}  # the data will be refused for what it is
+        return {**values, "eval": {}}  # validation of the data reports what is wrong
     for i, dataset in enumerate(sets):
         require(
             _of(dataset, "hold_out") is None,
@@ -413,12 +416,12 @@ def with_hold_outs(values: Settings) -> JsonObject:
 
 
 def _of(given: Any, option: str) -> Any:
-    """Returns an option of a config, or of the values of one."""
+    """Returns an option of a config or of its values."""
     return given.get(option) if isinstance(given, Mapping) else getattr(given, option, None)
 
 
 def _with(given: Any, **changes: Any) -> Any:
-    """Returns a config or its values with changes; in values, None takes a key away."""
+    """Returns a config or its values with changes; in values, None removes a key."""
     if not isinstance(given, Mapping):
         return dataclasses.replace(given, **changes)
     return {
@@ -429,9 +432,9 @@ def _with(given: Any, **changes: Any) -> Any:
 
 
 def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> None:
-    """Warns of each held-out entry whose rows are trained on too.
+    """Warns of each held-out entry whose rows are also trained on.
 
-    These are entries that read files which training reads too, and do not keep their rows apart.
+    Such an entry reads files that training also reads, without a hold-out.
     """
     sides = {name: dataset.hold_out for name, dataset in datasets_of(data.get_context()).items()}
     trained = {
@@ -453,7 +456,7 @@ def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> No
                     and (apart.fraction, apart.seed) == (other.fraction, other.seed)
                     and apart.held != other.held
                 )
-                # Rows in memory have the name of their dataset, so their names say nothing.
+                # Rows in memory are named after their dataset, so equal names prove nothing.
                 if shard.name in trained and not kept and shard.name != name:
                     log.warning(
                         "eval.%s: its rows of %s are trained on too, so its loss says little "
@@ -477,9 +480,8 @@ def warn_of_fewer_rows(at: str, pipeline: Pipeline) -> None:
 def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> PipelineConfig:
     """Returns the held-out config `name`, completed from `data`.
 
-    seed, cache_dir (and cache), default_tokenizer, tokenize and pack are taken from `data` where it
-    leaves them out. Several datasets are read to their ends, each document once, where it does not
-    say how they are mixed.
+    It takes seed, cache_dir (and cache), default_tokenizer, tokenize and pack from `data` unless it
+    sets them. Without its own mix, several datasets are read to their ends, each document once.
     """
     fields = (
         "seed",

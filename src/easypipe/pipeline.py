@@ -1,4 +1,4 @@
-"""The Pipeline: a method for each stage, lazy and frozen; `build()`, prepare, plan, write, repair.
+"""The Pipeline: a lazy chain, a method for each stage; `build()`, prepare, plan, write, repair.
 
 pipeline = Pipeline.from_config(config)
 loader = pipeline.source().tokenize().mix().pack().load().build()
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 class _Step(NamedTuple):
-    """A stage of the chain, and the sources that it made."""
+    """A stage of the chain, and the sources that it returned."""
 
     stage: BaseStage
     data: Sources
@@ -88,14 +88,14 @@ class Pipeline:
 
         Args:
             config: A PipelineConfig, or the same as a dict.
-            progress: Is called as the work goes on.
+            progress: Called as the work goes on.
 
         Raises:
-            ConfigError: The first of `config.validate()`; the others are its notes.
+            ConfigError: The first problem of `config.validate()`; the others are its notes.
         """
         if not isinstance(config, PipelineConfig):
             config = from_dict(PipelineConfig, config)
-        # a config without datasets is no problem here: source() may be given some
+        # a config without datasets is valid here: source() may be given some
         problems = [problem for problem in config.problems() if problem.at != "datasets"]
         if problems:
             for other in problems[1:]:
@@ -129,7 +129,7 @@ class Pipeline:
 
         Args:
             config: A PipelineConfig, the same as a dict, or the path of a YAML file.
-            progress: Is called as the work goes on.
+            progress: Called as the work goes on.
 
         Raises:
             ConfigError: The config is wrong; the message names the key.
@@ -139,20 +139,20 @@ class Pipeline:
         return cls(config, progress=progress)
 
     def copy(self) -> Self:
-        """Returns a pipeline with the same chain; what either adds from here on is its own."""
+        """Returns a pipeline with the same chain; stages added to one do not change the other."""
         clone = object.__new__(type(self))
         clone._context, clone._plan, clone._reminder = self._context, self._plan, None
         return clone
 
     def source(self, data: Any = None) -> Self:
-        """Opens the datasets of the config, and `data` beside them.
+        """Opens the datasets of the config and those of `data`.
 
         Args:
-            data: Whatever `DatasetConfig.data_files` takes, or a DatasetConfig; several as a dict
-                by name, one alone is named by its place.
+            data: A DatasetConfig, or whatever `DatasetConfig.data_files` takes; or a dict of these
+                by name. A single one is named by its position.
 
         Raises:
-            StageOrderError: source() was called already.
+            StageOrderError: source() was already called.
         """
         if any(not _is_own(step.stage) for step in self._plan):
             raise StageOrderError(
@@ -176,7 +176,7 @@ class Pipeline:
             datasets: The datasets to change; None means all.
 
         Raises:
-            StageOrderError: tokenize(), mix() or pack() was called already.
+            StageOrderError: tokenize(), mix() or pack() was already called.
         """
         stage = TransformStage(transform, datasets)
         late = next(
@@ -196,7 +196,7 @@ class Pipeline:
         return self._add(stage)
 
     def tokenize(self, config: TokenizeStageConfig | Settings | None = None) -> Self:
-        """Turns text into token ids, by the dataset's tokenizer, the stage's, or the pipeline's."""
+        """Tokenizes text with the tokenizer of the dataset, else of the stage or the pipeline."""
         return self._add(TokenizeStage(self._choose(config, TokenizeStageConfig, "tokenize")))
 
     def mix(self, config: MixStageConfig | Settings | None = None) -> Self:
@@ -213,7 +213,7 @@ class Pipeline:
         return self._add(PackStage(chosen))
 
     def save(self, config: SaveStageConfig | Settings | None = None) -> Self:
-        """Marks this place of the chain to be written when the pipeline is built."""
+        """Writes the data at this point of the chain when the pipeline is built."""
         stage = SaveStage(self._choose(config, SaveStageConfig, "save"))
         self._add(stage)
         if stage.config.enabled and self._reminder is None:
@@ -221,13 +221,13 @@ class Pipeline:
         return self
 
     def load(self, config: LoadStageConfig | Settings | None = None) -> Self:
-        """Ends the chain in a loader of batches."""
+        """Ends the chain with a loader of batches."""
         return self._add(LoadStage(self._choose(config, LoadStageConfig, "load")))
 
     def add_stage(self, stage: BaseStage) -> Self:
-        """Adds a stage of the user's own.
+        """Adds a user's stage.
 
-        The first stage of a chain is given {} and brings its own sources.
+        The first stage of a chain is given {} and returns its own sources.
 
         Raises:
             ConfigError: `stage` is not a BaseStage.
@@ -241,7 +241,7 @@ class Pipeline:
         return self._add(stage)
 
     def get_data(self) -> Sources:
-        """Returns the sources by name, as the chain stands; {} before `source()`."""
+        """Returns the chain's current sources by name; {} before `source()`."""
         return dict(self._plan[-1].data) if self._plan else {}
 
     def get_context(self) -> PipelineContext:
@@ -258,11 +258,11 @@ class Pipeline:
         """Writes every `save()` of the chain and opens its `load()`.
 
         Returns:
-            The Loader where there is a `load()`, else the SaveReport.
+            The Loader if there is a `load()`, else the SaveReport.
 
         Raises:
-            StageOrderError: There is neither `save()` nor `load()`, or several datasets stand
-                unmixed before `load()`.
+            StageOrderError: There is neither `save()` nor `load()`, or several datasets are not
+                mixed before `load()`.
         """
         saves = [step for step in self._plan if isinstance(step.stage, SaveStage)]
         last = self._last_step()
@@ -284,24 +284,24 @@ class Pipeline:
         return tuple(step.stage for step in self._plan)
 
     def pending(self) -> dict[str, tuple[int, int]]:
-        """Returns how much of every dataset that tokenize() has made is not tokenized yet.
+        """Returns how much of every tokenize() dataset is not tokenized yet.
 
         It reads no text.
 
         Returns:
-            By dataset, (ranges of rows that are not tokenized yet, all ranges).
+            For each dataset, (ranges of rows that are not tokenized yet, all ranges).
 
         Raises:
-            ConfigError: The config says streaming.
+            ConfigError: The config streams.
         """
         self._require_cache()
         waiting = {name: source.writer.missing() for name, source in self.tokenized().items()}
         return {name: (len(missing), total) for name, (missing, total) in waiting.items()}
 
     def prepared(self) -> bool:
-        """Returns whether every token cache of the chain stands, or the chain needs none.
+        """Returns whether every token cache of the chain is complete, or the chain needs none.
 
-        Rows that were saved, and streaming, need none. It reads no text.
+        Saved rows and streaming need none. It reads no text.
         """
         last = self._last_step()
         return self._config.streaming or all(map(is_prepared, last.data.values()))
@@ -309,11 +309,11 @@ class Pipeline:
     def prepare(self) -> None:
         """Tokenizes what is not tokenized yet and plans what the chain describes.
 
-        Building the chain then opens at once. It writes nothing but the token caches and the plan;
-        what is there already is used again.
+        Building the chain is then immediate. Only the token caches and the plan are written; what
+        already exists is reused.
 
         Raises:
-            ConfigError: The config says streaming, which keeps neither.
+            ConfigError: The config streams, which stores neither.
         """
         last = self._last_step()
         self._require_cache()
@@ -324,14 +324,14 @@ class Pipeline:
     def prepare_part(self, number: int, count: int) -> int:
         """Tokenizes part `number` (from 0) of `count` and nothing else.
 
-        This is for jobs on machines that share cache_dir. A later build of the pipeline finds the
-        parts done, and tokenizes what no job did.
+        This is for jobs on machines that share cache_dir. A later build of the pipeline uses the
+        finished parts, and tokenizes the rest.
 
         Returns:
-            The rows of the part.
+            The number of rows of the part.
 
         Raises:
-            ConfigError: There is no such part, or the config says streaming.
+            ConfigError: There is no such part, or the config streams.
         """
         require(
             0 <= number < count,
@@ -358,7 +358,7 @@ class Pipeline:
         return {name: source for name, source in found.items() if source is not None}
 
     def _chain(self, last: BaseStage) -> tuple[BaseStage, ...]:
-        """Returns the stages up to `last`, without source(), which follows from the config."""
+        """Returns the stages up to `last`, without source(), which the config describes."""
         return tuple(
             stage
             for stage in self.stages[: self.stages.index(last) + 1]
@@ -371,7 +371,7 @@ class Pipeline:
             self._reminder = None
 
     def _spread(self) -> None:
-        """Tokenizes on other machines where the config says so."""
+        """Tokenizes on other machines if the config says so."""
         sources = {
             name: source.writer
             for name, source in self.tokenized().items()
@@ -387,10 +387,10 @@ class Pipeline:
         )
 
     def loader(self) -> Loader:
-        """Returns what `build()` returns after `load()`, with nothing saved.
+        """Returns the loader that `build()` returns, but saves nothing.
 
         Raises:
-            StageOrderError: load() was not called, or several datasets stand unmixed.
+            StageOrderError: load() was not called, or several datasets are not mixed.
         """
         last = self._last_step()
         self._spread()
@@ -400,13 +400,12 @@ class Pipeline:
         return last.stage.open(name, source, self._context)
 
     def as_grain(self) -> Any:
-        """Returns a `grain.MapDataset` of the chain's rows, or behind `load()` of its batches.
+        """Returns a `grain.MapDataset` of the chain's rows, or after `load()` of its batches.
 
-        They are taken by number, as NumPy arrays, in the plan's order. It needs the extra
-        `[grain]`.
+        They are NumPy arrays in the plan's order, read by index. It needs the extra `[grain]`.
 
         Raises:
-            ConfigError: There is no end; `interop.grain.LoaderDataset` iterates over that too.
+            ConfigError: The data never ends; `interop.grain.LoaderDataset` can iterate over it.
         """
         from easypipe.interop.grain import BatchesByNumber, RowsByNumber, map_dataset
 
@@ -417,7 +416,7 @@ class Pipeline:
     def write(self) -> SaveReport:
         """Prepares all data and writes every `save()`, without a loader.
 
-        The report's ledger reaches to the end of the chain.
+        The report's ledger covers the whole chain.
         """
         last = self._last_step()
         self._spread()
@@ -468,19 +467,19 @@ class Pipeline:
         """Returns what a run over this chain would do: steps, shares, epochs, fill, drops, disk.
 
         It is computed from lengths and reads no tokens. Batches are those of `load()`, or of the
-        config's `load` where the chain has no load() yet.
+        config's `load` if the chain has no load() yet.
 
         Args:
-            steps: The steps of the run; None takes what the data gives.
-            prepare: Tokenizes what is not tokenized yet (`report.prepared` names it); False raises
-                CacheError there.
-            by_step: Also tells what each part of the run draws of each dataset.
-            begin: The step and the row at which a run goes on with this chain; steps before are not
-                counted.
+            steps: The steps of the run; None: as many as the data has.
+            prepare: Whether to tokenize what is not tokenized yet (`report.prepared` names it);
+                False raises CacheError instead.
+            by_step: Whether to report also what each part of the run draws from each dataset.
+            begin: The step and the row at which a run continues with this chain; earlier steps are
+                not counted.
 
         Raises:
             CacheError: Something is not tokenized, and `prepare` is False.
-            StageOrderError: Several datasets stand unmixed.
+            StageOrderError: Several datasets are not mixed.
         """
         last, context = self._last_step(), self._context
         [(name, source)] = self._only(last).items()
@@ -496,10 +495,10 @@ class Pipeline:
         return plan_report(name, source, load, context, asked)
 
     def repair(self, path: str | Path) -> tuple[Verification, ...]:
-        """Makes anew what is broken of a token cache or saved folder that this chain makes.
+        """Rebuilds the broken files of a token cache or saved folder that this chain made.
 
         Returns:
-            What verifying it says afterwards.
+            What verification finds afterwards.
         """
         self._build_is_under_way()
         return repair(path, [(step.stage, step.data) for step in self._plan], self._context)
@@ -510,8 +509,8 @@ class Pipeline:
         It prepares what is not prepared yet.
 
         Raises:
-            LedgerError: The balances leak.
-            ConfigError: The config says streaming.
+            LedgerError: The counts do not balance.
+            ConfigError: The config streams.
         """
         last, ledger = self._last_step(), Ledger()
         self._require_cache()
@@ -534,7 +533,7 @@ class Pipeline:
         """Runs a stage on the data of the chain, and adds it.
 
         Raises:
-            StageOrderError: source() was not called before, or load() was.
+            StageOrderError: source() was not called before, or load() was already called.
         """
         if not isinstance(stage, SourceStage) and not _is_own(stage):
             self._last_step()
@@ -562,10 +561,10 @@ class Pipeline:
         return self
 
     def _cut_for(self, pack: PackStageConfig) -> None:
-        """Makes tokenize() cut conversations for the rows of `pack`, where it cuts for others.
+        """Makes tokenize() cut conversations for the rows of `pack`, if it cuts for other rows.
 
-        Stages move no rows, so those since then are added anew; a stage of the user's own is not
-        run twice.
+        Stages move no rows, so those after tokenize() are added again; a user's stage is not run
+        twice.
         """
         at = max(
             (i for i, step in enumerate(self._plan) if isinstance(step.stage, TokenizeStage)),
@@ -587,7 +586,7 @@ class Pipeline:
             self._add(step.stage)
 
     def _sources(self, stage: BaseStage, made: Any) -> Sources:
-        """Returns what a stage of the user's made, each source in a form that every stage can read.
+        """Returns what a user's stage returned, each source in a form that every stage can read.
 
         Raises:
             ConfigError: The stage did not return a dict of sources.
@@ -610,7 +609,7 @@ class Pipeline:
             "folder": context.cache_dir / "indexes",
         }
         for name, source in made.items():
-            # Rows may be many, so a source is written out only where it is refused.
+            # A source may have many rows, so its text is made only for the error.
             if not is_dataset_object(source):
                 problem = f"stage {stage.name!r} gave {source!r:.80} for {name!r}"
                 raise ConfigError(at="add_stage", problem=problem, fix="Return {name: source}.")
@@ -648,7 +647,7 @@ class Pipeline:
 class _Remade:
     """A pipeline up to tokenize(), made again in another process.
 
-    Its description travels, not its open files.
+    Its description is pickled, not its open files.
     """
 
     config: PipelineConfig
@@ -676,7 +675,7 @@ HOUSE = (SourceStage, TransformStage, TokenizeStage, MixStage, PackStage, SaveSt
 
 
 def _is_own(stage: BaseStage) -> bool:
-    """Returns whether a stage is the user's own."""
+    """Returns whether a stage is a user's."""
     return not isinstance(stage, HOUSE)
 
 
@@ -684,7 +683,7 @@ def _with(config: PipelineConfig, data: Any) -> PipelineConfig:
     """Returns the config with the datasets that source() is given.
 
     Raises:
-        ConfigError: A name is there already, or a dataset is wrong.
+        ConfigError: A name is already used, or a dataset is wrong.
     """
     given = (
         data

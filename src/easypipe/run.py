@@ -68,11 +68,11 @@ class RunConfig:
     Args:
         data: The data to train on.
         train: How to train, and where to write.
-        model: The decoder to train (its vocab_size may be left to the tokenizer), or with
-            `pretrained` a published model.
+        model: The decoder to train (vocab_size may be left to the tokenizer), or with `pretrained`
+            a published model.
         eval: Held-out data by name, each read once to its end. An entry without seed, cache_dir,
             default_tokenizer, tokenize, pack or load takes it from `data`. `{from: data, fraction:
-            0.01, seed: 7}` holds rows of `data` out.
+            0.01, seed: 7}` holds out rows of `data`.
     """
 
     data: PipelineConfig
@@ -85,7 +85,7 @@ class RunConfig:
         """Reads a YAML file, with `key.path=value` overrides.
 
         Raises:
-            ConfigError: The message names the key path of what is wrong.
+            ConfigError: A value is wrong; the message names its key path.
         """
         values = file_values(path, overrides)
         require(
@@ -100,7 +100,7 @@ class RunConfig:
     written_out = staticmethod(with_hold_outs)
 
     def check(self) -> None:
-        """Gives the data what `train` says of batches and passes, and `train` its micro-batches."""
+        """Copies batches and passes of `train` to the data, and the data's micro-batches to it."""
         load = self.data.load or LoadStageConfig()
         if (training := accumulating(self.train, load.accumulation_steps)) is not self.train:
             object.__setattr__(self, "train", training)
@@ -114,13 +114,13 @@ class RunConfig:
 
 @placed("data")
 def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> Prepared:
-    """Tokenizes, plans and, where the config says so, saves all data of the run.
+    """Tokenizes, plans and, if the config says so, saves all data of the run.
 
-    Held-out data is prepared too.
+    Held-out data is also prepared.
 
     Raises:
-        EasypipeError: What preparing raises, and, before a row is read, what `train` would raise
-            here as far as that is known without rows: see `refuse`.
+        EasypipeError: What preparing raises. Before a row is read, also what `train` would raise,
+            as far as that is known without rows: see `refuse`.
     """
     _check_mesh(run)
     initialize(run.train.distributed)
@@ -142,7 +142,7 @@ def refuse(
     """Raises what training `model` on these chains would raise on this machine.
 
     It checks mesh, model, adapters, optimizer, callbacks, tokenizers and the newest checkpoint; it
-    reads no row and makes no array. `evals` are further held-out loaders, `options` those of the
+    reads no row and makes no array. `evals` are more held-out loaders; `options` are options of the
     Trainer.
     """
     never = run.data.endless
@@ -194,15 +194,15 @@ def train(
     progress: ProgressListener = silent,
     listener: TrainListener = null_listener,
 ) -> TrainResult:
-    """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one.
+    """Trains to the last step, from the newest checkpoint in `train.output_dir` if there is one.
 
-    The ledger of the data lies in that folder too.
+    The ledger of the data is written into that folder too.
 
     Args:
         run: The config of the run.
-        prepared: What `prepare(run)` gave; None prepares what is not prepared.
-        progress: Is called as the data is prepared.
-        listener: Is called with the events of training.
+        prepared: What `prepare(run)` returned; None prepares what is not prepared.
+        progress: Called as the data is prepared.
+        listener: Called with the events of training.
 
     Raises:
         EasypipeError: What preparing raises, and what `Trainer.run` raises.
@@ -226,9 +226,9 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The loaders of a run's data, and what training needs beside them.
+    """The loaders of a run's data, and what else training needs.
 
-    `run` has the seed of its data set.
+    In `run`, the seed of the data is set.
     """
 
     run: RunConfig
@@ -242,12 +242,11 @@ class Inputs:
     def around(self, training: Callable[[], TrainResult], *, writes: bool) -> TrainResult:
         """Calls `training` and returns its result.
 
-        What became of the data is written into the run's folder before it and after it, where
-        `writes` says so.
+        If `writes`, the ledger of the data is written into the run's folder before and after it.
         """
         folder, data = Path(os.path.expanduser(self.run.train.output_dir)), self.run.data
         if writes:
-            # The lock is taken before the ledger of other data could be replaced.
+            # The lock is taken first, so that the ledger of a running run is not replaced.
             with locks.training(folder):
                 write_kept(folder / LEDGER, self.prepared.report.ledger.to_json())
         drawn = writes and not data.streaming and len(data.datasets) > 1
@@ -277,7 +276,7 @@ class Inputs:
     def _write_plan(self, folder: Path, steps: int) -> None:
         """Writes what was drawn in `steps`.
 
-        It is counted behind them, since a plan is scanned as it is read.
+        It is counted after them, because a plan is scanned as it is read.
         """
         data = self.prepared.data.copy().load(host_load(self.run.data))
         drawn = plan_of_run(folder, data, steps, prepare=False, by_step=True)
@@ -299,8 +298,8 @@ def inputs_of(
 
     Args:
         run: The config of the run.
-        prepared: What `prepare(run)` gave.
-        progress: Is called as the data is prepared.
+        prepared: What `prepare(run)` returned.
+        progress: Called as the data is prepared.
         model: The model that is trained on the loaders; None takes that of `run`.
         mesh: The mesh; None makes that of `run.train`.
         trainer: Other options of the Trainer.
@@ -335,11 +334,11 @@ def inputs_of(
 
 
 def plan_on(run: RunConfig, topology: str | Topology) -> StepPlan:
-    """Returns what the training step of `run` would need of devices, also of absent ones.
+    """Returns what the training step of `run` needs on devices, which may be absent.
 
-    The step is compiled for the devices, such as "v5p:4x4x4", and never run. It reads no data: of
-    the tokenizer only its vocabulary, where model.vocab_size is left out. Rows are as long as
-    data.pack.seq_length, or as the longest that data.tokenize.max_length allows.
+    The step is compiled for the devices, such as "v5p:4x4x4", and never run. It reads no data, and
+    the tokenizer's vocabulary only if model.vocab_size is left out. Rows are data.pack.seq_length
+    tokens long, or as long as data.tokenize.max_length allows.
 
     Raises:
         ConfigError: Neither of the two lengths is set.
@@ -410,7 +409,7 @@ def _check_data(run: RunConfig, data: Pipeline, held_out: Mapping[str, Pipeline]
 
 
 def _check_teacher(run: RunConfig, at: str, columns: Collection[str]) -> None:
-    """Raises ConfigError for data without what train.distill draws the model to."""
+    """Raises ConfigError for data without the teacher columns that train.distill needs."""
     distill = run.train.distill
     for name in () if distill is None else (distill.ids, distill.log_probs):
         require(
@@ -423,13 +422,13 @@ def _check_teacher(run: RunConfig, at: str, columns: Collection[str]) -> None:
 
 
 def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
-    """Checks that pairs of answers meet a preference, and a preference meets pairs.
+    """Checks that pairs of answers have a preference loss, and a preference loss has pairs.
 
-    Without a preference the answers of a pair would be trained one after the other. Rows that were
-    saved packed do not tell whether they hold pairs.
+    Without a preference loss, both answers of a pair would be trained on as text. Packed rows that
+    were saved do not show whether they hold pairs.
 
     Raises:
-        ConfigError: Data and preference do not fit.
+        ConfigError: The data does not fit the loss.
     """
     for name, source in pipeline.get_data().items():
         _check_teacher(run, f"{at}.datasets, {name!r}", info_of(source).aligned)
@@ -476,9 +475,9 @@ def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any, **changes: 
 
 
 def _known_loader(pipeline: Pipeline, options: LoadStageConfig) -> Loader | None:
-    """Returns the loader of a chain, to ask what data it reads.
+    """Returns the loader of a chain, to ask which data it reads.
 
-    It is None where the chain would have to be prepared first.
+    It is None if the chain would have to be prepared first.
     """
     return _loader(pipeline, options, None) if pipeline.prepared() else None
 
@@ -508,11 +507,11 @@ def _check_mesh(run: RunConfig) -> None:
 def with_vocabulary(
     model: ModelConfig | PretrainedConfig, info: TokenInfo
 ) -> ModelConfig | PretrainedConfig:
-    """Returns `model` with a vocabulary for these tokens; a pretrained one at its commit.
+    """Returns `model` with a vocabulary for these tokens; a pretrained one is fixed to its commit.
 
     Raises:
-        ConfigError: The vocabulary of the model is too small, or its added tokens are not the
-            data's.
+        ConfigError: The vocabulary of the model is too small, or its added tokens differ from those
+            of the data.
     """
     if isinstance(model, PretrainedConfig):
         found = find_pretrained(model)
@@ -565,10 +564,10 @@ def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
 
 
 def _completed(run: RunConfig) -> RunConfig:
-    """Returns the run with what its folder and its model know of its data.
+    """Returns the run, completed from its folder and its model.
 
-    A run without a data seed takes the one that its folder records, so that it goes on with the
-    batches it began with. A run whose data names no tokenizer takes that of its published model.
+    A run without a data seed takes the one recorded in its folder, so that it continues with the
+    same batches. A run whose data names no tokenizer takes that of its published model.
     """
     if isinstance(run.model, PretrainedConfig):
         run = dataclasses.replace(run, data=with_tokenizer_of(run.data, run.model))

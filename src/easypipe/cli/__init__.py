@@ -13,8 +13,8 @@ from contextlib import contextmanager
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code.
 
-    0: done. 1: a failure of easypipe or the machine. 2: something for the user to correct. 128 + n:
-    stopped by signal n.
+    The code is 0 for success, 1 for a failure of easypipe or the machine, 2 for something that the
+    user must correct, and 128 + n after signal n.
     """
     # Imports and traced programs make many long-lived objects: less frequent garbage collection
     # saves a tenth of the processor time of a short run, with no more memory.
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _stopping() -> Iterator[list[int]]:
-    """Lets the first SIGTERM stop the block as Ctrl-C does, and yields its number if it came."""
+    """Lets the first SIGTERM stop the block as Ctrl-C does; yields a list for its number."""
     came: list[int] = []
 
     def stop(signum: int, *_: object) -> None:

@@ -96,7 +96,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], tuple[str, ...]], ...] = (
     ("schema", print_schema, ("schema > easypipe.schema.json",)),
 )
 for name, command, lines in COMMANDS:
-    # Typer reads the annotations three times, and would compile their text each time.
+    # Typer reads the annotations three times, and would compile their source text each time.
     command.__annotations__ = get_type_hints(command, include_extras=True)
     app.command(name, epilog=examples(*lines))(command)
 app.add_typer(cache, name="cache")
@@ -158,7 +158,7 @@ def run(arguments: Sequence[str] | None) -> int:
     """Runs the command that the arguments name, and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # for terminals that show ASCII alone
+        if isinstance(stream, io.TextIOWrapper):  # for terminals that show only ASCII
             stream.reconfigure(errors="backslashreplace")
     # These are accepted anywhere, so that they can be appended to a command that failed.
     anywhere: list[str] = []
@@ -185,7 +185,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _end_others(code: int, error: BaseException) -> None:
-    """Ends the other processes of a run of several, which cannot go on without this one."""
+    """Ends the other processes of a multi-process run, which cannot go on without this one."""
     if "easypipe.train.parallel.distributed" in sys.modules:
         from easypipe.train.parallel.distributed import leave
 
@@ -195,7 +195,7 @@ def _end_others(code: int, error: BaseException) -> None:
 def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
     """Prints an error, and returns its exit code.
 
-    With `debug` it raises the error instead, unless that is one of the command line's usage.
+    With `debug` it raises the error instead.
     """
     if isinstance(error, EasypipeError):
         if debug:
@@ -233,8 +233,8 @@ def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
 
 
 def _say_how_to_set(problem: str, given: Sequence[str]) -> None:
-    """Prints how to set a key of the config, if it was given as an option that no command has, or
-    behind another one.
+    """Prints how to set a config key that was given as an unknown option, or as a second key after
+    one `--set`.
     """
     option = re.match("No such option: (--[a-z_-]+)", problem)
     behind = re.search(r"unexpected extra argument\(s\) \(([\w.]+=\S*)", problem.replace("'", ""))
@@ -262,7 +262,7 @@ def _log(level: int) -> None:
 
     logger = logging.getLogger("easypipe")
     logger.setLevel(level)
-    # Uses the console that draws progress bars, which would be torn otherwise.
+    # The log uses the console of the progress bars; otherwise its lines would break them.
     terminal = console() if console().is_terminal else Terminal(stderr=True)
     handler = RichHandler(level, terminal, show_time=False, show_path=False, markup=False)
     logger.handlers = [handler]

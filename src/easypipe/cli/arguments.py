@@ -1,7 +1,7 @@
 """Arguments and options that several commands share, completion, and the examples in `--help`.
 
-Commands import what they need when they are called: `easypipe --help` and completion need none of
-it.
+Commands import what they need when they are called, so that `easypipe --help` and completion are
+fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def complete_config(incomplete: str) -> list[str]:
     folder, begun = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
     try:
         near = sorted(path for path in folder.expanduser().iterdir() if path.name.startswith(begun))
-    except (OSError, RuntimeError):  # RuntimeError: there is no such home
+    except (OSError, RuntimeError):  # RuntimeError: unknown home folder
         return []
     prefix = incomplete.removesuffix(begun)
     hidden = begun.startswith(".")

@@ -31,7 +31,7 @@ Folder = Annotated[
 
 @cache.command("list", epilog=examples("cache list", "cache list --json"))
 def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
-    """List the prepared datasets. Shows rows, tokens, size, tokenizer and age of each, and
+    """List the prepared datasets. For each it shows rows, tokens, size, tokenizer and age, and
     whether a process has it open.
     """
     from easypipe.cache.admin import list_cache
@@ -117,7 +117,7 @@ def _folder(given: str | None) -> CacheFolder:
     """Returns the cache at `given`, else the default one.
 
     Raises:
-        ConfigError: It is a file.
+        ConfigError: The path is a file.
     """
     from easypipe.cache.location import cache_folder
 

@@ -1,4 +1,4 @@
-"""What commands read from a config (data, steps, seed), and the refusal of streamed data.
+"""What commands read from a config (data, steps, seed), and the error for streamed data.
 
 This file loads no jax.
 """
@@ -31,7 +31,7 @@ class Described:
 
     Attributes:
         data: The data.
-        steps: The steps of the run, if its config gives them.
+        steps: The number of steps of the run, if its config sets it.
         within: The prefix of the keys of `data` in the file, "data." in a run config.
         output_dir: The output folder of the run.
     """
@@ -68,7 +68,7 @@ class Described:
         return chain(self.data, save=False, **options)
 
     def loaded(self, **options: Any) -> Pipeline:
-        """Returns the same chain with the batches of the run, but on no device."""
+        """Returns the same chain with the batches of the run, which are not put on a device."""
         return self.pipeline(**options).load(host_load(self.data))
 
 

@@ -1,4 +1,4 @@
-"""`easypipe discover`: shows what a dataset holds, and a config; takes your columns and roles."""
+"""`easypipe discover`: shows what a dataset holds, and a config; options set columns and roles."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from easypipe.discovery.findings import Discovery
     from easypipe.discovery.proposal import Proposal
 
-# The exit code if the findings are printed, but some part has no config because columns or roles
-# must be decided first.
+# The exit code if the findings are printed, but a part has no config because columns or roles must
+# be chosen first.
 UNDECIDED = 3
 EXAMPLES = {"--column": "prompt=question", "--role": "bot=assistant"}
 
@@ -28,7 +28,7 @@ Columns = Annotated[
     typer.Option(
         "--column",
         metavar="PART=COLUMN",
-        help=f"Use this column for a part of the rows: {EXAMPLES['--column']}; may be repeated.",
+        help=f"Use this column as a part of each row: {EXAMPLES['--column']}; may be repeated.",
     ),
 ]
 Roles = Annotated[
@@ -76,10 +76,10 @@ def discover(
         Path | None, typer.Option(help="The folder where row counts of files are stored.")
     ] = None,
 ) -> None:
-    """Inspect the data at PATH, and propose a config for it. Shows splits, columns, types, row
-    counts, and which kind of data the rows are.
+    """Inspect the data at PATH, and propose a config for it. It shows splits, columns, types, row
+    counts, and what kind of data the rows are.
 
-    Exit code 3: some part has no proposed config, because a choice must be made first.
+    The exit code is 3 if a part has no proposed config because a choice must be made first.
     """
     require_one(as_json, html)
     from easypipe.discovery.discover import discover as look
@@ -116,7 +116,7 @@ def _show(found: Discovery, proposals: Sequence[Proposal | ConfigError]) -> None
 def _proposals(
     found: Discovery, columns: dict[str, str], roles: dict[str, str]
 ) -> Iterator[Proposal | ConfigError]:
-    """Yields what is proposed for each part, or the error that says why nothing is."""
+    """Yields the proposal for each part, or the error that says why there is none."""
     for part in found.parts:
         try:
             yield part.propose(columns=columns or None, roles=roles or None)

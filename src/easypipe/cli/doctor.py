@@ -1,4 +1,4 @@
-"""`easypipe doctor`: tests the laws on this machine or on a config, and tells what that takes."""
+"""`easypipe doctor`: tests easypipe's guarantees on this machine or a config; says what it runs."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def doctor(
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check your machine and your data. Tests easypipe's guarantees (determinism, exact resume,
-    conservation of tokens, isolation of documents) and shows an example of each failure; exit code
-    1 if there is one. Its temporary files are deleted.
+    """Check your machine and your data. It tests easypipe's guarantees (determinism, exact resume,
+    conservation of tokens, isolation of documents) and shows an example of each failure; the exit
+    code is then 1. Its temporary files are deleted.
     """
     require(
         machine or config is not None,
@@ -95,7 +95,7 @@ def doctor(
 
 @contextlib.contextmanager
 def _warnings_once(log: logging.Logger) -> Iterator[None]:
-    """Prints a warning once, for the block: the data is prepared several times."""
+    """Prints each warning of the block once, although the data is prepared several times."""
     told: set[str] = set()
 
     def new(record: logging.LogRecord) -> bool:
@@ -111,7 +111,7 @@ def _warnings_once(log: logging.Logger) -> Iterator[None]:
 
 
 def _cost(config: Path, overrides: list[str], rows: int) -> str:
-    """Returns what the checks of a config take, which is printed before they begin."""
+    """Returns what the checks of a config prepare and compile; it is printed before they begin."""
     from easypipe.cli.configs import described
 
     found = described(config, overrides)

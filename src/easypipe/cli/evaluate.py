@@ -54,7 +54,7 @@ def evaluate(
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     values: JsonObject = {"tasks": names, "include_path": include_path and str(include_path)}
     config = from_dict(LmEvalConfig, apply_overrides(values, overrides or ()))
-    from easypipe.train.model.harness import check_needed, scores  # jax
+    from easypipe.train.model.harness import check_needed, scores  # loads jax
 
     check_needed()
     found = scores(config, *load(model, None, step, "float32"))

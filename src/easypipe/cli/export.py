@@ -29,7 +29,7 @@ Check = Annotated[
         "--check",
         help="Open OUT with transformers (and PEFT; with --gguf: with llama-cpp-python), and "
         "compare logits (or greedy tokens), tokens of texts and conversations, and the "
-        "tokens that end generation with those of the run. Exit code 1 if they differ.",
+        "tokens that end generation with those of the run. The exit code is 1 if they differ.",
     ),
 ]
 
@@ -64,7 +64,7 @@ def export(
     ] = None,
     check: Check = False,
 ) -> None:
-    """Write the model of RUN to OUT, for transformers or llama.cpp. Includes its tokenizer."""
+    """Write the model of RUN to OUT, for transformers or llama.cpp. OUT includes the tokenizer."""
     require(dtype is None or gguf, "--dtype", "has no effect without --gguf", "Leave it out.")
     if gguf:
         _export_gguf(run, out, step, adapters, dtype, check)
@@ -73,7 +73,7 @@ def export(
         from easypipe.interop.exported import check_needed
 
         check_needed(adapters=adapters)
-    from easypipe.train import save_pretrained  # jax, only where a model is read
+    from easypipe.train import save_pretrained  # loads jax, only if a model is read
     from easypipe.train.finished import load_trained
     from easypipe.train.model.pretrained.peft import save_adapters
 

@@ -40,8 +40,8 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
 ) -> None:
-    """Write a commented config as a starting point. Editors complete and check it by
-    easypipe.schema.json, which is written beside it.
+    """Write a commented config as a starting point. It also writes easypipe.schema.json into the
+    same folder, with which editors complete and check the config.
     """
     from easypipe.core.storage import commit_bytes
 
@@ -55,7 +55,7 @@ def init(
 
 
 def config_text(kind: str) -> str:
-    """Returns a template, in which keys without a comment get their meanings as one, each once."""
+    """Returns a template in which keys without a comment get their meaning as a comment, once."""
     text = (SCHEMA.parent / f"{kind}.yaml").read_text(encoding="utf-8")
     within: list[tuple[int, str]] = []  # the sections of the line, with their indentation
     lines, told = [], set[str]()

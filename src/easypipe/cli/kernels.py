@@ -35,7 +35,7 @@ def tune_(
     ] = 50257,
     dtype: Annotated[str, typer.Option(help="The dtype: bfloat16 or float32.")] = "float32",
     repeats: Annotated[
-        int, typer.Option(min=1, help="Timed runs of each choice; the fastest counts.")
+        int, typer.Option(min=1, help="Timed runs of each choice; the fastest is used.")
     ] = 5,
     table: Table = None,
 ) -> None:

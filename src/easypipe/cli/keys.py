@@ -1,7 +1,7 @@
 """`easypipe config`, `easypipe schema`; completes keys, and says which key an unknown option is.
 
-They read easypipe.schema.json, which docs/reference.py makes from the config classes; a test checks
-it against them.
+They read easypipe.schema.json, which docs/reference.py generates from the config classes; a test
+checks that the two agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from easypipe.core.values import JsonObject
 
 SCHEMA = Path(__file__).parent / "templates" / "easypipe.schema.json"
-# The classes that a config file may hold: a run, a pipeline, a run on images, the data of
+# The classes that a config file may describe: a run, a pipeline, a run on images, and the data of
 # compat.DataPipeline.
 KINDS = ("RunConfig", "PipelineConfig", "ClassifyConfig", "DataPipelineConfig")
 
@@ -111,7 +111,7 @@ def complete_key(incomplete: str) -> list[tuple[str, str]]:
 
 
 def as_setting(option: str) -> str | None:
-    """Returns how to write an option that no command has as a key of a run; None if it is none."""
+    """Returns how to set an unknown option as a key of a run; None if there is no such key."""
     name = option.lstrip("-").replace("-", "_")
     every = (path for path, _ in _below({"$ref": "#/$defs/RunConfig"}, ""))
     found = [path for path in every if path.rpartition(".")[2] == name]
@@ -131,7 +131,7 @@ def config(
         ),
     ] = None,
 ) -> None:
-    """Show the meaning, type and default of a config key. Without KEY, lists all sections."""
+    """Show the meaning, type and default of a config key. Without KEY, it lists all sections."""
     if key is None:
         for path, node in paths():
             if sections(node) and not path.startswith("eval."):  # its keys are those of data
@@ -151,7 +151,7 @@ def config(
 
 
 def print_schema() -> None:
-    """Print the JSON Schema of configs, for editors. With it they complete and check files whose
+    """Print the JSON Schema of configs, for editors. They use it to complete and check files whose
     first line is: # yaml-language-server: $schema=easypipe.schema.json
     """
     typer.echo(SCHEMA.read_text(encoding="utf-8"), nl=False)
@@ -167,7 +167,7 @@ def _nearest(key: str) -> str:
 
 
 def _show(path: str, node: JsonObject) -> None:
-    """Prints a key with its type and default, and below it its meaning, wrapped to the terminal."""
+    """Prints a key with its type and default, then its meaning, wrapped to the terminal."""
     say(f"{path}: {node['x-type']}{_default(node)}", style="bold")
     said = textwrap.wrap(node["description"], max(console().width - 4, 20))
     say(textwrap.indent("\n".join(said), "    "))

@@ -28,8 +28,8 @@ Messages = Annotated[
 RolesToTrain = Annotated[
     list[str] | None,
     typer.Option(
-        help="A role whose turns are trained, instead of --train-on; may be repeated. "
-        "'': train only messages that are marked by their own train or weight."
+        help="A role whose turns are trained on, instead of --train-on; may be repeated. "
+        "'': train only on messages that are marked by their own train or weight."
     ),
 ]
 SpecialToken = Annotated[
@@ -54,20 +54,21 @@ def masks(
     messages: Messages = None,
     train_on: Annotated[
         Literal["all", "completion", "assistant", "last_assistant"] | None,
-        typer.Option(help="Which turns are trained. Default: those of the assistant."),
+        typer.Option(help="Which turns are trained on. Default: those of the assistant."),
     ] = None,
     roles_to_train: RolesToTrain = None,
     train_on_eos: Annotated[
         Literal["turn", "last", "none"],
         typer.Option(
-            help="Whether the end of a trained turn is trained: of every turn, of the last, or of "
-            "none."
+            help="Whether the token that ends a turn is trained on: for every turn that is trained "
+            "on, for the last, or for none."
         ),
     ] = "turn",
     reasoning: Annotated[
         Literal["keep", "mask", "per_turn"],
         typer.Option(
-            help="Train the reasoning of messages, mask it, or make a sample for each trained turn."
+            help="Train on the reasoning of messages, mask it, or make a sample for each turn that "
+            "is trained on."
         ),
     ] = "keep",
     chat_template: Annotated[
@@ -77,9 +78,9 @@ def masks(
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which tokens a chat template trains. It shows conversations: trained text is green;
-    masked text is dim and in ⟦ ⟧. Says whether the mask is proven; exit code 1 if that of a
-    conversation of --messages is not.
+    """Show which tokens of a chat template are trained on. In the conversations that it shows, text
+    that is trained on is green; masked text is dim and in ⟦ ⟧. It says whether the mask is proven;
+    the exit code is 1 if that of a conversation of --messages is not.
     """
     require_one(as_json, html)
     from easypipe.previews.masks import masks as find

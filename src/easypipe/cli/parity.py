@@ -22,9 +22,9 @@ def parity(
     ] = 100,
     overrides: Overrides = None,
 ) -> None:
-    """Compare the tokens of CONFIG.YAML with those of transformers. Compares the first rows of each
-    dataset, and also their masks if the chat template has generation markers. Rows that differ are
-    shown with their first different token; exit code 1 if there is one. Needs easypipe[check].
+    """Compare the tokens of CONFIG.YAML with those of transformers. It compares the first rows of
+    each dataset, and also their masks if the chat template has generation markers. Rows that differ
+    are shown with their first different token; the exit code is then 1. It needs easypipe[check].
     """
     from easypipe.cli.configs import described
     from easypipe.previews.parity import parity as compared

@@ -1,4 +1,4 @@
-"""`easypipe plan`: prints what a run would do; how many steps it plans, for which devices."""
+"""`easypipe plan`: prints what a run would do; its options set the steps and the devices."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def plan(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Show what a run of CONFIG.YAML would do. Shows steps, shares and epochs of datasets, how full
-    rows are, dropped tokens and disk space, and with --topology whether the run fits the devices.
+    """Show what a run of CONFIG.YAML would do. It shows steps, shares and epochs of datasets, how
+    full rows are, dropped tokens and disk space, and with --topology whether the run fits the
+    devices.
     """
     require_one(as_json, html)
     from easypipe.cli.configs import described, of_images
@@ -135,7 +136,7 @@ def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) ->
 
 def _compiled(config: Path, overrides: list[str], topology: str, quiet: bool) -> StepPlan:
     """Returns the plan of the training step, compiled for a topology."""
-    # The devices are not present, so no accelerator of this machine is taken for it.
+    # The devices are not present; compiling for them needs no accelerator of this machine.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from easypipe import run as runs  # loads jax, only if something is compiled
 

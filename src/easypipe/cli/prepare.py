@@ -79,7 +79,7 @@ def _refuse_what_is_missing(data: PipelineConfig, held_out: dict[str, PipelineCo
     """Checks that all parts are tokenized.
 
     Raises:
-        ConfigError: Some are missing.
+        ConfigError: Some parts are missing.
     """
     from easypipe.jobs import chains
 

@@ -1,4 +1,4 @@
-"""`easypipe preview`: first samples as the model sees them, trained text in colour; or a page."""
+"""`easypipe preview`: prints the first samples as the model sees them, in colour, or as a page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def preview(
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show samples of CONFIG.YAML, and which text is trained. Trained text is green; masked text is
+    """Show samples of CONFIG.YAML, and which text is trained on. That text is green; masked text is
     dim and in ⟦ ⟧. Speakers and cuts are marked.
     """
     require_one(as_json, html)

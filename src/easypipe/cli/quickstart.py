@@ -23,12 +23,12 @@ from easypipe.cli.train import load, run_training, show_result
 from easypipe.core.errors import SourceError, require
 
 # The files of the project folder:
-# data/code/*.jsonl: a row for each module of the standard library, its source.
-# data/docs/*.parquet: a row for each of those modules that has docstrings, all of them under their
-# names.
+# data/code/*.jsonl: a row with the source of each module of the standard library.
+# data/docs/*.parquet: a row for each of these modules that has docstrings, with all of them under
+# their names.
 # data/heldout/*.jsonl: one module in twenty of both, which is never trained on.
 # quickstart.yaml, README.md.
-# .project.json: committed last; from then on no file here is written again, so that edits stay.
+# .project.json: committed last; after that no file here is written again, so that edits stay.
 
 
 MARKER = ".project.json"
@@ -39,8 +39,8 @@ VOCAB_SIZE = 8192
 CODE_SHARDS, DOC_SHARDS = 3, 2
 HELD_OUT = 20  # one module in this many is held out
 
-# Tests, generated tables and bundled packages: text that teaches little, and that distributions
-# leave out differently.
+# Tests, generated tables and bundled packages: text that teaches little, and that some
+# distributions leave out.
 _SKIPPED = {
     *(
         "test",
@@ -68,7 +68,7 @@ class Module:
 
     @property
     def held_out(self) -> bool:
-        """Whether the module is held out; its name decides, in every Python version alike."""
+        """Whether the module is held out; only its name decides, in every Python version."""
         return (
             int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
             % HELD_OUT
@@ -79,7 +79,7 @@ class Module:
 def write_project(folder: Path) -> bool:
     """Writes the project unless it exists; returns whether it did.
 
-    A killed call is finished by the next.
+    The next call finishes one that was killed.
 
     Raises:
         ConfigError: `folder` holds something else.
@@ -121,7 +121,7 @@ def write_project(folder: Path) -> bool:
     files |= {name: _template(name) for name in (CONFIG, SCHEMA.name, "README.md")}
     for name, data in files.items():
         path = folder / name
-        # An unchanged file keeps its date, by which changes are detected.
+        # An unchanged file keeps its modification time, by which changes are detected.
         if not (path.exists() and path.read_bytes() == data):
             storage.commit_bytes(path, data)
     storage.commit_json(
@@ -219,7 +219,7 @@ def quickstart(
     overrides: Overrides = None,
 ) -> None:
     """Write a small project, and train a model on it. It also trains a tokenizer; the model has a
-    few million parameters. The same command again resumes a stopped run.
+    few million parameters. Running the same command again resumes a stopped run.
     """
     importlib.import_module("easypipe.run")  # fails without `[train]` before a file is written
     began = Path.cwd()

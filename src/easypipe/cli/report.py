@@ -36,8 +36,8 @@ def report(
         int, typer.Option(min=0, max=65535, help="The port of --serve; 0: any free port.")
     ] = 0,
 ) -> None:
-    """Write an HTML page about a run. It has curves, evaluations, rollbacks, mixture, ledger,
-    versions and configuration, and needs no network.
+    """Write an HTML page about a run. The page shows curves, evaluations, rollbacks, mixture,
+    ledger, versions and configuration, and needs no network.
     """
     if not serve:
         require(port == 0, "--port", "has no effect without --serve", "Leave it out.")

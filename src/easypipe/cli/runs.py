@@ -23,10 +23,10 @@ class Run:
 
     Attributes:
         folder: The output folder of the run.
-        state: training, finished or stopped; not training if the steps of the run are not known; or
-            why the run cannot be read.
+        state: "training", "finished" or "stopped"; "not training" if the number of steps is not
+            known; or why the run cannot be read.
         step: The last logged step.
-        steps: The steps that were asked for; None: as many as its data has.
+        steps: The number of steps in its config; None: as many as its data has.
         loss: The last loss.
         held_out: The last loss of each evaluation.
     """
@@ -64,7 +64,7 @@ def runs(
 def _folders(folder: Path) -> Iterator[Path]:
     """Yields the folders that hold a run, by name, without looking into runs.
 
-    A run.yaml alone is the config of a project, whose runs may be beside it.
+    A run.yaml alone is the config of a project, whose runs may be in the same folder.
     """
     for path, names, files in os.walk(folder):
         if "metrics.jsonl" in files or {"run.yaml", "versions.json"} <= set(files):
@@ -76,7 +76,7 @@ def _folders(folder: Path) -> Iterator[Path]:
 def _run(folder: Path) -> Run:
     """Reads a run.
 
-    One that cannot be read has the reason as its state, so that it hides no other run.
+    If it cannot be read, the reason is its state, and the other runs are still listed.
     """
     from easypipe.core.locks import try_hold
     from easypipe.train.metrics.log import Record, each_record

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def console() -> Terminal:
     """Returns the console on which everything is printed.
 
-    Its library is imported when something is printed: `--help` and completion print nothing here.
+    Its library is imported on first use, because `--help` and completion do not need it.
     """
     from easypipe.cli.terminal import Terminal
 
@@ -36,7 +36,7 @@ def console() -> Terminal:
 
 
 def say(text: str | Text, style: str | None = None) -> None:
-    """Prints text as it is: nothing is coloured by guess, no line is cut or wrapped."""
+    """Prints text unchanged: nothing is highlighted, and no line is cut or wrapped."""
     console().print(text, style=style, soft_wrap=True)
 
 
@@ -64,7 +64,7 @@ def write_page(path: Path, page: str) -> None:
 def progress() -> Iterator[ProgressListener]:
     """Yields a listener that shows a bar for every stage and dataset that reports progress.
 
-    The bars have the order in which they first report, with counts, rate and remaining time.
+    The bars appear in the order of their first reports, with counts, rate and remaining time.
     Without a terminal it prints a line every half minute.
     """
     from easypipe.cli.terminal import progress_bars
@@ -83,7 +83,7 @@ def progress() -> Iterator[ProgressListener]:
                 f"{event.stage:<9} {event.dataset}", total=event.total, unit=event.unit, pace=""
             )
         bars.update(tasks[key], completed=event.done, total=event.total)
-        if event.done != event.total:  # work that was finished before has no rate
+        if event.done != event.total:  # work that was already done has no rate
             bars.update(tasks[key], pace=pace.text(event))
 
     with bars:
@@ -94,7 +94,7 @@ def progress() -> Iterator[ProgressListener]:
 def training() -> Iterator[TrainListener]:
     """Yields a listener that shows the current step, and prints each evaluation.
 
-    Without a terminal it prints lines of the first and last step and every half minute, with the
+    Without a terminal it prints lines for the first and last step and every half minute, with the
     remaining time.
     """
     from easypipe.cli.terminal import progress_bars
@@ -148,11 +148,10 @@ QUALITY = (
 
 
 def quality(seen: Json, unknown: str = "ppl too large for a number") -> str:
-    """Returns the quality beside a loss, as text.
+    """Returns the quality that is shown with a loss, as text.
 
     It is the accuracy of a classifier, the share of pairs whose preferred answer won, the mean
-    reward of answers that are judged each for itself, or the perplexity of tokens, if it is
-    finite; else `unknown`.
+    reward of answers without pairs, or the perplexity of tokens; `unknown` if it is not finite.
     """
     known = (words.format(seen[key]) for key, words in QUALITY if seen.get(key) is not None)
     return next(known, unknown)
@@ -161,8 +160,8 @@ def quality(seen: Json, unknown: str = "ppl too large for a number") -> str:
 def training_line(event: TrainEvent) -> str:
     """Returns the numbers of a step as one line.
 
-    They are loss, quality, gradient norm, learning rate, tokens without padding (images) a second,
-    MFU if the peak is known, and the share of time spent waiting for data.
+    They are loss, quality, gradient norm, learning rate, images or non-padding tokens per second,
+    MFU if the device's peak is known, and the share of time spent waiting for data.
     """
     r = event.record
     parts = ["skipped: not finite" if r["loss"] is None else f"loss {r['loss']:.4f}"]
@@ -224,7 +223,7 @@ def show_report(report: SaveReport) -> None:
         found = f", {facts.get(f'{name}.ranges_reused', 0):,} ranges found finished"
         rate_text = found if rate is None else f", {rate:,.1f} MB/s"
         encoder = facts.get(f"{name}.encoder", "?")
-        if encoder or rate is None:  # otherwise the data was tokens already
+        if encoder or rate is None:  # otherwise the data was already tokenized
             by = f", by {encoder}" if encoder else ""
             say(f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}{by}")
         if cut := facts.get(f"{name}.files_cut"):

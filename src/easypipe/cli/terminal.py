@@ -1,4 +1,4 @@
-"""The console: foreign text is shown as it is, and progress bars wrap long text, never cut it."""
+"""The console: text from users is shown unchanged; progress bars wrap long text, never cut it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from easypipe.core.visible import visible
 
 
 class Terminal(Console):
-    """A console that shows foreign text as it is.
+    """A console that shows text unchanged.
 
-    The text is no markup, and characters that would control a terminal are escaped. Everything that
-    commands print goes through a Terminal.
+    The text is not read as markup, and characters that would control a terminal are escaped.
+    Everything that commands print goes through a Terminal.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -47,8 +47,8 @@ def verify(
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check the files at PATH, and repair them with --repair. Checks counts, checksums, columns,
-    manifest and tokenizer, and names each broken file; exit code 1 if there is one.
+    """Check the files at PATH, and repair them with --repair. It checks counts, checksums, columns,
+    manifest and tokenizer, and names each broken file; the exit code is then 1.
     """
     from easypipe.cli.configs import described
     from easypipe.save import verify as check
@@ -85,7 +85,7 @@ def verify(
 def _options_for(path: str, data: PipelineConfig) -> StorageOptions:
     """Returns the storage options of the config's save or cache, whichever `path` belongs to.
 
-    What the config leaves out comes from the environment.
+    Options that the config leaves out come from the environment.
     """
     from easypipe.cache.repair import place_of
 

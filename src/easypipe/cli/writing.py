@@ -1,4 +1,4 @@
-"""Loads the model of `easypipe generate` and `eval`; chats, and prints text that cannot do harm."""
+"""Loads the model of `easypipe generate` and `eval`; chats, and prints text in a harmless form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every other room may use: errors, configs, storage, retries, randomness.
+"""What every other package may use: errors, configs, storage, retries, randomness.
 
-It imports nothing from easypipe above it, and never jax.
+It imports nothing else from easypipe, and never jax.
 """

@@ -1,6 +1,6 @@
-"""Aligned columns: lists of numbers beside `input_ids`, for every token, and their neutral values.
+"""Aligned columns: lists with numbers for every token of `input_ids`, and their neutral values.
 
-The loss mask is one too; it is handled elsewhere, because it decides the labels.
+The loss mask is also one; it is handled elsewhere, because it decides the labels.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from easypipe.core.errors import SourceError, place
 from easypipe.core.schema import INPUT_IDS, is_list
 from easypipe.core.values import Array, Int64
 
-# weights of tokens as targets; in batches, beside `labels`, weights of the labels
+# the weight of each token as a target; in batches, the weight of each label
 LOSS_WEIGHTS = "loss_weights"
-# rows of strategy "concat" only, one number a row: the weight of `look_ahead`
+# only in rows of strategy "concat", one number per row: the weight of `look_ahead`
 LOOK_AHEAD_WEIGHT = "look_ahead_weight"
 # in batches, if requested: the number of the dataset that each token came from
 SOURCE_IDS = "source_ids"
@@ -56,7 +56,7 @@ class AlignedColumn:
 
     @property
     def field(self) -> pa.Field:
-        """The Arrow field of the column at rest."""
+        """The Arrow field of the stored column."""
         value = pa.from_numpy_dtype(self.kind)
         one = pa.list_(value, self.width) if self.width else value
         return pa.field(self.name, pa.large_list(one), nullable=False)
@@ -78,11 +78,11 @@ DESIRABLE = AlignedColumn(name="desirable", dtype="uint8")
 
 
 def column_of(field: pa.Field, width: int | None, at: str) -> AlignedColumn:
-    """Returns what a column of lists becomes at rest.
+    """Returns how a column of lists is stored.
 
     Args:
         field: The Arrow field of the column.
-        width: The numbers of every token that the config names; None goes by the type.
+        width: How many numbers each token has by the config; None: the type decides.
         at: Where the column is, for errors.
 
     Raises:
@@ -114,7 +114,7 @@ def numbers_of(lists: pa.LargeListArray) -> pa.Array:
 
 
 def values_of(lists: pa.LargeListArray) -> Array:
-    """Returns the values of a column at rest, from its first list on: [tokens(, width)]."""
+    """Returns the values of a stored column, from its first list on: [tokens(, width)]."""
     values, flat = lists.values, numbers_of(lists).to_numpy()
     inner = isinstance(values, pa.FixedSizeListArray)
     return flat.reshape(-1, values.type.list_size) if inner else flat
@@ -126,14 +126,14 @@ def flat_values(
     """Returns the values of all rows of a column: [tokens] or [tokens, width].
 
     Args:
-        column: The column as it is to be.
+        column: The column to make.
         lists: Its lists, one for each row.
         offsets: Int64[n + 1], where the tokens of each row begin.
         at: Returns where row i is, for errors.
 
     Raises:
-        SourceError: A row has another number of values than tokens, or a value that is not valid;
-            the error names the first such row.
+        SourceError: A row has not as many values as tokens, or an invalid value; the error names
+            the first such row.
     """
 
     def check(right: Array, said: Callable[[int], str]) -> None:
@@ -146,7 +146,7 @@ def flat_values(
             )
 
     def each(right: Array) -> Array:
-        """Returns for every row whether all of its tokens are right."""
+        """Returns for every row whether `right` holds for all of its tokens."""
         wrong = np.concatenate([[0], np.cumsum(~right)])
         return wrong[offsets[1:]] == wrong[offsets[:-1]]
 

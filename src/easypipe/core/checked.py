@@ -1,12 +1,12 @@
 # pyright: strict
-"""JSON files of easypipe's own that carry a checksum of themselves: written and read back here.
+"""Writes and reads easypipe's own JSON files, which contain a checksum of themselves.
 
 `commit_checked` writes one and `read_checked` reads it; `remember_checked` and `recall_checked` are
 for files that can be made again. No other code should parse JSON that easypipe wrote for itself:
-JSON with a changed digit is JSON too, and would be believed.
+after damage to a digit it is still valid JSON, and would be believed.
 
-The file is plain JSON whose first key is `xxh3_128`, alone on its line: XXH3-128, in hex, of the
-file's bytes with zeros in the place of those 32 digits. Earlier versions wrote a line for each
+The file is plain JSON. Its first key, on a separate line, is `xxh3_128`: the XXH3-128, in hex, of
+the file's bytes with zeros in place of those 32 digits. Earlier versions wrote a line for each
 value.
 """
 
@@ -29,14 +29,14 @@ from easypipe.core.values import Json, JsonObject
 
 T = TypeVar("T")
 KEY = "xxh3_128"
-NAME = "written_as"  # key of the file's own name, for files whose name says what they are about
+NAME = "written_as"  # the key of the file's own name, for files whose name identifies the content
 
 _BLANK = b"0" * 32
-# The rest is one line. Earlier versions indented, but the keys of nested objects further than this.
+# The rest is one line. Earlier versions indented it, with the keys of nested objects further in.
 _MARK = f'\n "{KEY}": "'.encode()
 
 log = logging.getLogger("easypipe")
-# paths that were warned of: a file may be read often before it is made again
+# paths that a warning named: a file may be read often before it is made again
 _told: set[str] = set()
 
 
@@ -64,7 +64,7 @@ def commit_checked(
 def remember_checked(
     path: str | Path, value: Json, storage_options: StorageOptions = None, *, synced: bool = True
 ) -> storage.Stamp:
-    """Commits `value` for `recall_checked`, which refuses it under another name than `path` has.
+    """Commits `value` for `recall_checked`, which rejects it under a file name other than `path`'s.
 
     Args:
         path: The file.
@@ -90,12 +90,12 @@ def read_checked(
     Args:
         path: The file.
         storage_options: Passed to fsspec.
-        older: Accepts a JSON object without a checksum too, as earlier versions wrote it, if it has
-            no keys but these.
+        older: If given, a JSON object without a checksum, as earlier versions wrote it, is also
+            accepted if it has no other keys than these.
 
     Raises:
         MissingFileError: There is no file.
-        DamagedFileError: Its bytes are not those that were written.
+        DamagedFileError: Its bytes have changed since they were written.
         StorageError: It cannot be read.
     """
     return parse_checked(storage.read_bytes(path, storage_options), path, older=older)
@@ -137,14 +137,14 @@ def recall_checked(
 
     Args:
         path: The file.
-        parse: Makes the result of the JSON object; may raise LookupError, OverflowError, TypeError,
-            ValueError or AttributeError.
-        what: The file in a few words, for the warning: "the plan".
+        parse: Makes the result from the JSON object; it may raise LookupError, OverflowError,
+            TypeError, ValueError or AttributeError.
+        what: A description of the file for the warning, such as "the plan".
         storage_options: Passed to fsspec.
         older: As in `read_checked`.
 
     Returns:
-        None if the file is not there or, with a warning, if it is damaged.
+        The result of `parse`; None if the file does not exist or, with a warning, if it is damaged.
 
     Raises:
         StorageError: The file cannot be read, which says nothing about its content.
@@ -168,10 +168,10 @@ def recall_checked(
 
 
 def whole(value: object) -> int:
-    """Returns a whole number of a file as it is.
+    """Returns an integer value of a file unchanged.
 
     Raises:
-        TypeError: It is none; int() would convert it.
+        TypeError: The value is not an integer; int() would convert it.
     """
     if type(value) is not int:
         raise TypeError(f"{value!r} is not a whole number")
@@ -181,10 +181,10 @@ def whole(value: object) -> int:
 def shaped(cls: type[T], values: Json) -> T:
     """Returns `values` as a dataclass `cls`, checked against the types of its fields.
 
-    A file that is intact may still have been written by somebody else.
+    Even an intact file may have been written by another program.
 
     Raises:
-        ValueError: A value has another type than its field; it names the first.
+        ValueError: The type of a value is not that of its field; the error names the first.
     """
     try:
         return _shape(cls).validate_python(values)

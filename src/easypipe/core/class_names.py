@@ -1,9 +1,9 @@
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
-"""The names of classes: what `datasets` calls the integers of its feature ClassLabel.
+"""The names of classes: those of the integers in a `datasets` feature ClassLabel.
 
-The field of such a column carries them as metadata, through renaming, selecting and joining files.
-Columns that become text are written by these names; everywhere else they hold integers.
+The field of such a column has them as metadata, which survives renaming, selecting and joining
+files. In text the names replace the integers; everywhere else the column holds integers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from easypipe.core.values import JsonValue
 
 KEY = b"class_names"
 FEATURES = b"huggingface"  # the metadata of a schema in which `datasets` describes its columns
-# The names of a column of integers, or of lists of them; of a struct those of its fields, by name.
+# The names of a column of integers or of lists of integers; for a struct, those of each field.
 Classes: TypeAlias = "list[str] | dict[str, Classes]"
 
 
@@ -31,7 +31,7 @@ def classes_of(field: pa.Field) -> Classes | None:
 def with_classes(schema: pa.Schema, stored: pa.Schema) -> pa.Schema:
     """Returns the schema with the names of classes that its columns have in a `stored` schema.
 
-    They stand there in the metadata of the fields, or in that by which `datasets` describes them.
+    The stored schema has them in the metadata of its fields, or in that of `datasets`.
     """
     try:
         text = (stored.metadata or {}).get(FEATURES, b"null")
@@ -73,8 +73,8 @@ def _classes(feature: JsonValue, kind: pa.DataType) -> Classes | None:
 def named(array: pa.Array, classes: Any) -> pa.Array:
     """Returns a column with the names of its classes in place of integers.
 
-    -1, which `datasets` gives to rows without a label, becomes null, as does a number that is
-    beyond the names.
+    -1, which in `datasets` means that a row has no label, becomes null, as does a number without a
+    name.
 
     Args:
         array: The column.

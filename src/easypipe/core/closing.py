@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Closeable(ABC):
-    """An object that holds something until `close`, which `with` calls at its end."""
+    """An object that holds a resource until `close`, which `with` calls at its end."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -1,14 +1,14 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Strict configs: frozen dataclasses from dicts, YAML, `--set`; which may name Python functions.
+"""Strict configs: frozen dataclasses from dicts, YAML, `--set`; which of them may name functions.
 
     @config
     class PackStageConfig:
         seq_length: int
         strategy: Literal["greedy", "pool", "first_fit"] = "greedy"
 
-        def check(self) -> None:                     # optional: what types cannot say
+        def check(self) -> None:                     # optional: rules beyond types
             problem = f"must be at least 1, got {self.seq_length}"
             require(self.seq_length >= 1, "seq_length", problem, "Give at least 1.")
 
@@ -55,14 +55,14 @@ else:
     class ListOf:
         """The type of an option that is a list: `datasets: ListOf[DatasetConfig]`.
 
-        Lists and tuples are accepted; a tuple is what the config holds.
+        Lists and tuples are accepted; the config holds a tuple.
         """
 
         def __class_getitem__(cls, item: Any) -> Any:
             return tuple[item, ...]
 
 
-# by the id of a living config: the names of the options that it was made with
+# for the id of each existing config, the names of the options that it was made with
 _made_with: dict[int, frozenset[str]] = {}
 CODE_KEYS = ("format_callback",)  # keys whose values name functions that are called
 _code_allowed = contextvars.ContextVar("easypipe_code_allowed", default=False)
@@ -74,8 +74,8 @@ _RULES = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True, extra="f
 def config(cls: type[T]) -> type[T]:
     """Class decorator: a frozen keyword-only dataclass whose constructor validates every value.
 
-    A class may have a static method `written_out`, which replaces shorthand values by what they
-    stand for, and a method `check`, which raises ConfigError for what types cannot say.
+    A class may have a static method `written_out`, which replaces shorthand values with what they
+    mean, and a method `check`, which raises ConfigError for what types cannot express.
     """
     made: Any = pydantic_dataclass(cls, frozen=True, kw_only=True, config=_RULES)  # pyright: ignore[reportCallIssue, reportArgumentType]
     validate = made.__init__
@@ -123,7 +123,7 @@ def config(cls: type[T]) -> type[T]:
 
 
 def _names_a_place(path: str) -> bool:
-    """Returns whether a path may be a file's name here, with `~` an existing home if it is used."""
+    """Returns whether a path can name a file here; a `~` in it must be an existing home folder."""
     return path != "" and "\0" not in path and not os.path.expanduser(path).startswith("~")
 
 
@@ -170,10 +170,10 @@ def check_number(owner: object, fix: str | None, *names: str, zero: bool = False
         owner: A config.
         fix: What to do about it, for the error.
         names: The options to check.
-        zero: Whether 0 passes too.
+        zero: Whether 0 also passes.
 
     Raises:
-        ConfigError: An option is not such a number.
+        ConfigError: An option is not finite or not above 0.
     """
     kind = "number from 0 up" if zero else "positive number"
     for name in names:
@@ -185,8 +185,8 @@ def check_number(owner: object, fix: str | None, *names: str, zero: bool = False
 def was_given(value: Any, option: str) -> bool:
     """Returns whether a config was made with this option, even if with its default value.
 
-    `dataclasses.replace` gives all options: a config made by it counts an option with its default
-    value as not given.
+    `dataclasses.replace` passes all options: in a config made by it, an option with its default
+    value counts as not given.
     """
     [field] = [f for f in dataclasses.fields(value) if f.name == option]
     # a copy is not recorded, and counts as made with all options
@@ -197,7 +197,7 @@ def was_given(value: Any, option: str) -> bool:
 
 
 def with_aliases(before: T, changes: Settings) -> T:
-    """Does `dataclasses.replace(before, **changes)`; an alias changes the option behind it."""
+    """Does `dataclasses.replace(before, **changes)`; an alias changes the option it names."""
     cls: Any = type(before)
     values = fields_of(before) | dict(changes)
     for alias, (head, _, rest) in _aliases(cls).items():
@@ -216,11 +216,11 @@ def _aliases(cls: Any) -> dict[str, tuple[str, str, str]]:
 def _unaliased(cls: Any, values: Settings) -> Arguments:
     """Returns values by the names of their fields, with aliases replaced.
 
-    A class may declare other names: `ALIASES: ClassVar[Mapping[str, str]]`, the path of an option
-    by its alias.
+    A class may declare `ALIASES: ClassVar[Mapping[str, str]]`, which maps aliases to the paths of
+    options.
 
     Raises:
-        ConfigError: An option is given by both names, with different values.
+        ConfigError: An option is given under both names, with different values.
     """
     made = dict(values)
     for alias, (head, _, rest) in _aliases(cls).items():
@@ -252,10 +252,10 @@ def is_config(cls: object) -> bool:
 
 
 def meant(cls: Any, key: str) -> str | None:
-    """Returns what to write instead of a key that a config class lacks; None if nothing is near.
+    """Returns what to write instead of an unknown key of a config class; None if nothing is near.
 
-    A class may declare `ELSEWHERE: ClassVar[Mapping[str, str]]`: by key, a sentence that says where
-    the option that people look for here is.
+    A class may declare `ELSEWHERE: ClassVar[Mapping[str, str]]`: for keys that people look for
+    here, a sentence that says where the option is.
     """
     if told := declared(cls, "ELSEWHERE", {}).get(key):
         return told
@@ -323,7 +323,8 @@ def load_yaml(path: str | Path) -> JsonObject:
     """Returns the mapping in a YAML file, read safely (core/safe_yaml.py).
 
     Raises:
-        ConfigError: The file cannot be read, is not valid YAML, or names code or untrusted servers.
+        ConfigError: The file cannot be read or is not valid YAML, or it names code or an untrusted
+            server.
     """
     path = Path(path)
     try:
@@ -374,7 +375,7 @@ def parse_yaml(text: str, at: str) -> JsonObject:
 
 @contextlib.contextmanager
 def allowing_code() -> Generator[None]:
-    """Lets YAML name functions to call, for the block; configs made in Python always may."""
+    """Lets YAML name functions to call within the block; configs made in Python always may."""
     token = _code_allowed.set(True)
     try:
         yield
@@ -383,15 +384,15 @@ def allowing_code() -> Generator[None]:
 
 
 def require_harmless(values: Any, at: str) -> None:
-    """Checks that plain values that came as text do no harm: reading a config must not run code.
+    """Checks that plain values that came as text are harmless: reading a config must not run code.
 
     Args:
         values: Plain values.
         at: Their key path.
 
     Raises:
-        ConfigError: They name a function to call or a server that is not trusted, or a text holds
-            half a surrogate pair, which no file or column can be called.
+        ConfigError: They name a function to call or an untrusted server, or a text holds half a
+            surrogate pair, which cannot be in the name of a file or column.
     """
     if isinstance(values, dict):
         for key, value in values.items():
@@ -426,7 +427,7 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
     """
     result = json.loads(json.dumps(values, default=str))
     for override in overrides:
-        try:  # where the locale is ASCII, the bytes of other letters come as halves of surrogates
+        try:  # if the locale is ASCII, the bytes of other letters are single surrogates
             override = override.encode("utf-8", "surrogateescape").decode()
         except UnicodeError:
             problem = f"{override!a} is not valid UTF-8"
@@ -491,7 +492,7 @@ def _configs_of(hint: Any) -> list[Any]:
 
 
 def _structure(value: Any, hint: Any, at: str) -> Any:
-    """Makes nested configs of mappings, and tuples of lists, where the type asks for them.
+    """Turns mappings into nested configs, and lists into tuples, if the type requires them.
 
     Everything else is left to validation.
     """
@@ -524,8 +525,8 @@ def _structure(value: Any, hint: Any, at: str) -> Any:
 def _meant(configs: list[Any], values: Mapping[Any, Any]) -> Any:
     """Chooses the config class that a mapping is meant for.
 
-    That is the first that has required options, all of which are given, else the first that has
-    none.
+    It is the first class with required options that are all given, else the first class without
+    required options.
     """
     named = [cls for cls in configs if _required(cls) and _required(cls) <= values.keys()]
     return (named or [cls for cls in configs if not _required(cls)] or configs)[0]
@@ -538,7 +539,7 @@ def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
     """
     complaints = error.errors()
     same_field = [c for c in complaints if c["loc"][:1] == complaints[0]["loc"][:1]]
-    # the branch that matched the value furthest is the one that was meant
+    # the branch that matched the most of the value is the one that was meant
     first = max(same_field, key=lambda c: len(c["loc"]))
     if len(first["loc"]) > 2:
         same_field = [first]
@@ -597,7 +598,7 @@ def _wanted(complaints: Sequence[Any]) -> str:
 
 
 def _spelled(value: Any, hint: Any) -> tuple[Any, str | None]:
-    """Returns the config class that `value` stands in the place of, and how to write it.
+    """Returns the config class that belongs in the place of `value`, and how to write it.
 
     Each is None if there is none.
     """

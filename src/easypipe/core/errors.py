@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Exceptions with place, cause, choices and fix; what a folder holds, and names that are near.
+"""Exceptions with place, cause, choices and fix; the names in a folder, and similar names.
 
 EasypipeError
 ├── ConfigError        (ValueError)
@@ -46,8 +46,8 @@ class EasypipeError(Exception):
         problem: What is wrong.
         have: The values that would have been accepted, if there are few.
         fix: What to do about it.
-        exit_code: The exit code of the command line: 2 for something that the user corrects, 1 for
-            a failure.
+        exit_code: The exit code of the command line: 2 for something that the user must correct, 1
+            for a failure.
         in_all: Whether all processes of a run raise it, after the same step.
     """
 
@@ -77,7 +77,7 @@ class EasypipeError(Exception):
 
 
 def _shortened(text: str, most: int = 4000) -> str:
-    """Returns a part of a message cut to `most` characters: a hostile name may have millions."""
+    """Returns a part of a message, cut to `most` characters: a hostile name may have millions."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
@@ -126,13 +126,13 @@ def raising(
     fix: str | None = None,
     on: type[Exception] | tuple[type[Exception], ...] = OSError,
 ) -> Generator[None]:
-    """Raises an error of ours in place of one of the types `on`.
+    """Raises an error of easypipe in place of one of the types `on`.
 
     Args:
         kind: The class of the error to raise.
         at: As in EasypipeError.
-        problem: What failed; the text of the original error is added behind it.
-        fix: As in EasypipeError; where access was denied, to check permissions.
+        problem: What failed; the text of the original error is appended.
+        fix: As in EasypipeError; if access was denied, the fix is to check permissions.
         on: The types of errors to replace.
     """
     try:
@@ -144,7 +144,7 @@ def raising(
 
 
 class MissingExtraError(EasypipeError, ImportError):
-    """A package is missing that an extra of easypipe installs; `at` is the package."""
+    """A missing package that an extra of easypipe installs; `at` is the package."""
 
 
 TRAIN_EXTRA = ("jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "matplotlib")
@@ -152,7 +152,7 @@ TRAIN_EXTRA = ("jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "matplotl
 
 @contextlib.contextmanager
 def naming_extra() -> Generator[None]:
-    """Raises MissingExtraError where a package of the extra `[train]` is missing."""
+    """Raises MissingExtraError if a package of the extra `[train]` is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -168,7 +168,7 @@ def naming_extra() -> Generator[None]:
 
 
 class StageOrderError(EasypipeError, RuntimeError):
-    """Stages of a pipeline were called in an order that cannot run."""
+    """Stages of a pipeline that were called in an impossible order."""
 
 
 class SourceError(EasypipeError, ValueError):
@@ -198,7 +198,7 @@ class PlanError(EasypipeError, ValueError):
 
 
 class CacheError(EasypipeError, ValueError):
-    """A token cache or saved folder that is damaged, foreign or too new."""
+    """A token cache or saved folder that is damaged, too new or not easypipe's."""
 
 
 class StorageError(EasypipeError, OSError):
@@ -208,7 +208,7 @@ class StorageError(EasypipeError, OSError):
 
 
 class DamagedFileError(StorageError):
-    """A file of easypipe whose bytes are not those that were written."""
+    """A file of easypipe whose bytes have changed since they were written."""
 
 
 class StateError(EasypipeError, ValueError):
@@ -254,12 +254,11 @@ def place(
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    """Returns `Did you mean 'code'?`, or None if no known name is near.
+    """Returns `Did you mean 'code'?`, or None if no known name is similar.
 
-    Names that differ in a letter or two come first. A name of several words (`chat_template`) is
-    near those that have all of its words or whose words it has all of; of these, the ones with the
-    same last word come first. Then come names whose initials it is (`lr`). Other names are near if
-    they are spelled alike.
+    Names that differ in a letter or two come first. Then come names that have all words of `name`
+    (`chat_template`), or only words of it; those with the same last word are preferred. Then come
+    names with `name` as their initials (`lr`), then names with a similar spelling.
     """
 
     def nearness(other: str) -> tuple[bool, bool, bool, float]:
@@ -295,11 +294,11 @@ def names_in(folder: str) -> list[str]:
 
 
 def near_path(path: str | Path) -> tuple[list[str], str | None]:
-    """Finds what a path that does not exist was perhaps meant to be.
+    """Finds what may have been meant by a path that does not exist.
 
     Returns:
-        (a few names of the last folder on its way that exists, `Did you mean ...?` for the first
-        name of the path that is missing there, or None).
+        (a few names in the deepest folder of the path that exists, `Did you mean ...?` for the name
+        that is missing there, or None).
     """
     whole = os.path.abspath(os.path.expanduser(path))
     folder = nearest_folder(os.path.dirname(whole))
@@ -310,7 +309,7 @@ def near_path(path: str | Path) -> tuple[list[str], str | None]:
 
 
 def few(names: Sequence[str], most: int = 8) -> list[str]:
-    """Returns the first names for a message, with "..." behind them if there are more."""
+    """Returns the first names for a message, followed by "..." if there are more."""
     return [*names[:most], *(["..."] if len(names) > most else [])]
 
 
@@ -329,7 +328,7 @@ def require_known(
         have: The names that are known.
         at: As in EasypipeError.
         problem: As in EasypipeError.
-        fix: What to do if no known name is near.
+        fix: What to do if no known name is similar.
         kind: The class of the error.
 
     Raises:
@@ -341,7 +340,7 @@ def require_known(
 
 
 def require_option(value: str, options: Iterable[str], at: str) -> None:
-    """Raises ConfigError if a value is none of `options`."""
+    """Raises ConfigError if a value is not one of `options`."""
     require_known(value, tuple(options), at, f"{value!r} is not an option")
 
 

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Which key of ours does what a key of another tool's config does, for suggestions."""
+"""For suggestions: which key of easypipe corresponds to a key of another tool's config."""
 
 from __future__ import annotations
 

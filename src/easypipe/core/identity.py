@@ -1,8 +1,8 @@
-"""Users' functions and objects: finds `module:function`, takes fingerprints, warns where none is.
+"""Users' functions and objects: finds `module:function`, fingerprints, warns if one has no version.
 
-Code cannot be fingerprinted (what it calls may change without it), so a function is known by its
-name, by the values that it holds, and by a version that its author gives it. A function without a
-version has a fingerprint of this process alone, and tokens made by it are not kept.
+Code cannot be fingerprinted, because what it calls may change. A function is therefore identified
+by its name, the values that it holds, and a version that its author gives it. The fingerprint of a
+function without a version is valid only in this process, and tokens made by it are not kept.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger("easypipe")
 
 
 def dotted_name(function: object, otherwise: str) -> str:
-    """Returns module and name of a foreign function, with `otherwise` for one that has no name."""
+    """Returns module and name of a user's function, with `otherwise` for one that has no name."""
     name = attribute_of(function, "__qualname__") or otherwise
     return f"{attribute_of(function, '__module__') or ''}.{name}"
 
 
 def warn_unversioned(of: str, name: str) -> None:
-    """Warns that no token made by an object of the user's is kept, as it has no version.
+    """Warns that tokens made by a user's object are not kept, because it has no version.
 
     Args:
         of: The option that it is given as.
@@ -46,7 +46,7 @@ def warn_unversioned(of: str, name: str) -> None:
 
 
 class UserFunction:
-    """A callable of the user's with a name and a fingerprint.
+    """A user's callable with a name and a fingerprint.
 
     Args:
         function: A callable, or the text `module:function`, whose module is imported.
@@ -138,14 +138,14 @@ def name_of(function: Any) -> str:
 
 
 def held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
-    """Returns what tells apart functions of one name; None if the name is enough.
+    """Returns what distinguishes functions of the same name; None if the name is enough.
 
-    That is the code of lambdas and inner functions, and the values that partials, closures and
+    It is the code of lambdas and inner functions, and the values that partials, closures and
     objects hold.
 
     Args:
         function: Any callable.
-        above: The ids of the objects that hold this one, as a function may hold itself.
+        above: The ids of the objects that hold this one, because a function may hold itself.
     """
     if id(function) in above:
         return "above"
@@ -182,9 +182,9 @@ def held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def _value(value: Any, above: tuple[int, ...]) -> Any:
-    """Returns plain values as they are, and of others only the type.
+    """Returns plain values unchanged, and only the type of others.
 
-    Nothing else about them is the same in every process.
+    Nothing else about other values is the same in every process.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):
         return [type(value).__name__, repr(value)]

@@ -1,7 +1,7 @@
 """How numba kernels are compiled: at the first call, without the GIL, cached on disk if possible.
 
-Numba is imported by the first kernel that is called, so that tokenizing or looking at a config does
-not wait for it.
+Numba is imported when the first kernel is called, so that tokenizing or reading a config does not
+wait for it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger("easypipe")
 def jit(function: F) -> F:
     """Compiles a function with `numba.njit(nogil=True)` and a disk cache when it is first called.
 
-    A function that it calls by a global name may be a kernel, or made by `later`.
+    A function that it calls by a global name may be a kernel or a value of `later`.
 
-    Numba keeps compiled code beside the source, else in the user's cache folder, and raises
-    RuntimeError where neither can be written (a read-only image without a home). There the kernels
-    compile in every process: slower to start, equal in result.
+    Numba keeps compiled code in the source's folder or the user's cache folder, and raises
+    RuntimeError if neither can be written (a read-only image without a home). The kernels are then
+    compiled in every process, which starts more slowly and computes the same.
     """
     return cast(F, _Kernel(function))
 
@@ -34,13 +34,13 @@ def jit(function: F) -> F:
 def later(make: Callable[[], Any]) -> Any:
     """Returns a placeholder for `make()` in the globals of kernels.
 
-    It serves values that cannot be made without importing Numba; `make` is called once.
+    It is for values that cannot be made without importing Numba; `make` is called once.
     """
     return _Later(make)
 
 
 def ahead() -> None:
-    """Begins to import Numba, which takes half a second, while the caller waits for a server."""
+    """Imports Numba in a thread, which takes half a second, while the caller waits for I/O."""
     with contextlib.suppress(RuntimeError):  # without a thread the first kernel imports it
         threading.Thread(target=_Later(object).made, name="easypipe-numba", daemon=True).start()
 
@@ -56,9 +56,9 @@ class _Later:
         """Returns the value, making it under Numba's own lock at the first call.
 
         Numba's tables of types are not thread safe: while one thread compiles, no other may add to
-        them, so both hold Numba's lock. Extensions of other packages add to them too, so they are
-        loaded here first: else the first thread to compile would load them without the lock, and a
-        second one would not wait for them.
+        them, so both hold Numba's lock. Extensions of other packages also add to them and are
+        loaded here first. Otherwise the first thread that compiles would load them without the
+        lock, and a second one would not wait for them.
         """
         from numba.core.compiler_lock import global_compiler_lock
         from numba.core.entrypoints import init_all
@@ -73,7 +73,7 @@ class _Later:
 class _Kernel(_Later):
     """A kernel before its first call.
 
-    From then on its module, and each kernel that calls it, refers to what Numba made of it.
+    After it, its module and each kernel that calls it refer to the compiled function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -105,10 +105,10 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 def _drop_foreign_index(kernel: Any) -> None:
-    """Deletes a cache index of Numba's that it could not read.
+    """Deletes a cache index that Numba could not read.
 
-    Numba unpickles its index before it looks whether that belongs to this source, and fails if a
-    class in it no longer exists, as after an upgrade of easypipe.
+    Numba unpickles its index before it checks that it belongs to this source, and fails if a class
+    in it no longer exists, for example after an upgrade of easypipe.
     """
     # private names of numba, which another version may not have
     kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def homes(package_file: str) -> dict[str, str]:
-    """Returns the module of each exported name, as the stub beside `package_file` imports it."""
+    """Returns the module of each exported name, read from the stub next to `package_file`."""
     stub = ast.parse(Path(package_file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
@@ -22,7 +22,7 @@ def lazy_exports(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package.
 
-    Importing such a package imports nothing else of easypipe but this module.
+    Importing such a package imports only this module of easypipe.
 
     Args:
         package: The package's `__name__`.

@@ -3,8 +3,8 @@
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """The ledger: an account of every row and token, which shows that none was lost.
 
-An entry is one balance: what came `into` a step on the left, where it went on the right;
-`Ledger.check()` raises if the sums differ.
+An entry is one balance: on the left, what came `into` a step; on the right, where it went.
+`Ledger.check()` raises an error if the sums differ.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass(kw_only=True)
 class Ledger:
-    """The balances of all steps, and figures that were measured beside them."""
+    """The balances of all steps, and other figures that were measured."""
 
     entries: list[Entry] = field(default_factory=list)
     # seconds, bytes, fill: measured, not balanced
@@ -57,7 +57,7 @@ class Ledger:
         into: Mapping[str, int],
         out: Mapping[str, int],
     ) -> None:
-        """Adds one balance, without counts of 0; its parts are those of Entry."""
+        """Adds one balance, without counts of 0; the arguments are those of Entry."""
         self.entries.append(
             Entry(
                 stage=stage,
@@ -84,10 +84,10 @@ class Ledger:
         raise KeyError((stage, dataset, unit))
 
     def check(self) -> None:
-        """Checks that every balance closes.
+        """Checks that every entry balances.
 
         Raises:
-            LedgerError: One does not; it names the first.
+            LedgerError: An entry does not; the error names the first.
         """
         for entry in self.entries:
             if entry.leak:

@@ -1,19 +1,19 @@
 # pyright: strict
-"""Locks: who prepares, reads, clears, saves or trains in a folder, and what is said while waiting.
+"""Locks of processes that prepare, read, clear, save or train in a folder; messages while waiting.
 
-A process that dies, however it dies, releases its locks.
+A process that dies releases its locks, whatever the cause.
 
 cache_dir/locks/
   work.lock             shared by processes that prepare or repair; exclusive for one that clears
-  <key>.reader.lock     shared by every open reader of the manifest <key>; exclusive for whoever
-  removes it
+  <key>.reader.lock     shared by every open reader of the manifest <key>; exclusive for the process
+                        that removes it
   <key>.writer.lock     exclusive for the one process that prepares the manifest <key>
 
-A folder that rows are saved into, or that a run trains in, is locked itself: no file is left in it.
+A folder that rows are saved into, or that a run trains in, is locked itself: it gets no lock file.
 
-The locks are flock(2), which belong to an open file, so two readers in one process are two as well.
-(That of fasteners 0.19 is lockf, which belongs to the process: the first reader that closes frees
-all.) Over NFS the server has to support locks.
+The locks are flock(2), which belong to an open file, so two readers in one process hold two locks.
+(fasteners 0.19 uses lockf, which belongs to the process: the first reader that closes releases
+all.) On NFS the server must support locks.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
     """Takes the lock `path` if it is free.
 
     Returns:
-        The lock; None if somebody holds it in a way that excludes this one.
+        The lock; None if a holder excludes this one.
 
     Raises:
-        StorageError: It cannot be opened, or the file system has no locks.
+        StorageError: The file cannot be opened, or the file system has no locks.
     """
     while True:
         try:
@@ -97,7 +97,7 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
                 problem=f"this file system does not support locks: {error}",
                 fix="Put the cache on another file system.",
             ) from error
-        # a process that held it alone may have removed it between our opening and locking
+        # a process with the exclusive lock may have removed the file after it was opened here
         with contextlib.suppress(FileNotFoundError):
             if os.path.samefile(path, descriptor):
                 return Hold(descriptor)
@@ -109,9 +109,9 @@ def hold(path: Path, *, exclusive: bool, what: str, timeout_s: float | None = No
 
     Args:
         path: The lock.
-        exclusive: Whether nobody else may hold it at the same time.
+        exclusive: Whether no other holder is allowed at the same time.
         what: What is waited for, named in the log and in the error.
-        timeout_s: The longest wait in seconds; None waits for as long as it takes.
+        timeout_s: The longest wait in seconds; None: no limit.
 
     Raises:
         StallError: The timeout passed.
@@ -151,7 +151,7 @@ def mark_reader(cache_dir: Path, key: str) -> Hold | None:
                 cache_dir,
                 error.problem,
             )
-        # Who may not write here may not clear either; its owner should ask before clearing.
+        # A user who may not write here cannot clear either; the owner should ask before clearing.
         else:
             log.debug("%s is read-only, so its reader is not recorded", cache_dir)
         return None
@@ -165,9 +165,9 @@ def _hold_against_clearing(path: Path) -> Hold:
 
 @contextlib.contextmanager
 def _holding(take: Callable[[], Hold], told: str, where: str | Path) -> Generator[None]:
-    """Holds what `take` returns for the length of the block.
+    """Holds the lock that `take` returns during the block.
 
-    Where there are no locks it warns with the text `told`, and goes on.
+    If the file system has no locks, it warns with the text `told` and continues.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -178,9 +178,9 @@ def _holding(take: Callable[[], Hold], told: str, where: str | Path) -> Generato
 
 
 def working(cache_dir: Path) -> AbstractContextManager[None]:
-    """Returns a context in which nobody clears the cache folder.
+    """Returns a context in which no process clears the cache folder.
 
-    It is for files that no manifest names yet. Where there are no locks it warns, and goes on.
+    It is for files that no manifest names yet. If there are no locks, it warns and continues.
     """
     told = "%s: written without locks, others may clear it at the same time: %s"
     return _holding(lambda: _hold_against_clearing(work_lock(cache_dir)), told, cache_dir)
@@ -188,14 +188,14 @@ def working(cache_dir: Path) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
-    """Holds the manifest `key`, so that nobody else prepares it or clears the folder.
+    """Locks the manifest `key`, so that no other process prepares it or clears the folder.
 
-    Another process that prepares the same manifest waits, and then finds it done. Where the file
-    system has no locks this warns, and goes on: two processes that prepare the same do it twice,
-    each range committed whole.
+    Another process that prepares the same manifest waits, and then finds it done. If the file
+    system has no locks, this warns and continues: two processes then do the same work twice, and
+    still commit only whole ranges.
 
     Yields:
-        Whether this process had to wait for another one.
+        Whether this process had to wait for another process.
     """
     told = "dataset %s: prepared without locks, others may prepare or clear it at the same time: %s"
     path, waited = writer_lock(cache_dir, key), False
@@ -212,13 +212,13 @@ def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
 
 
 def saving(folder: Path) -> AbstractContextManager[None]:
-    """Returns a context in which this process alone saves rows into `folder`, which it makes.
+    """Returns a context in which only this process saves rows into `folder`, which it creates.
 
-    Others wait, and then find what stands there. Where the file system has no locks for folders it
-    warns, and goes on.
+    Other processes wait, and then find what was saved. If the file system has no locks for folders,
+    it warns and continues.
 
     Raises:
-        StorageError: The folder cannot be made.
+        StorageError: The folder cannot be created.
     """
     _make(folder)
     told = "%s: written without locks, others may save there at the same time: %s"
@@ -227,13 +227,13 @@ def saving(folder: Path) -> AbstractContextManager[None]:
 
 
 def training(folder: Path) -> AbstractContextManager[None]:
-    """Returns a context in which this run alone trains into `folder`, which it makes.
+    """Returns a context in which only this run trains into `folder`, which it creates.
 
-    Where the file system has no locks for folders it warns, and goes on.
+    If the file system has no locks for folders, it warns and continues.
 
     Raises:
-        TrainError: Another process trains there, when the context is entered.
-        StorageError: The folder cannot be made.
+        TrainError: Another process trains there when the context is entered.
+        StorageError: The folder cannot be created.
     """
     _make(folder)
 
@@ -256,12 +256,12 @@ def _make(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a lock file; only a process that holds it alone may call this."""
+    """Removes a lock file; only a process that holds it exclusively may call this."""
     path.unlink(missing_ok=True)
 
 
 def _open(path: Path) -> int:
-    """Opens a file or folder to lock it; a new file is made if need be."""
+    """Opens a file or folder to lock it; a missing file is created."""
     if path.is_dir():
         return os.open(path, os.O_RDONLY)
     try:
@@ -269,4 +269,4 @@ def _open(path: Path) -> int:
     except OSError as error:
         if error.errno not in _READ_ONLY:
             raise
-        return os.open(path, os.O_RDONLY)  # enough for a lock, where the file is there
+        return os.open(path, os.O_RDONLY)  # enough for a lock if the file exists

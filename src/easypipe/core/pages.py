@@ -1,6 +1,6 @@
 """HTML pages of sections (tables, notes, text) from jinja2 templates, which all reports share.
 
-These are runs, plans, discoveries, previews, masks and the doctor.
+The reports are those of runs, plans, discoveries, previews, masks and the doctor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from easypipe.core.visible import visible
 
 
 class Section(NamedTuple):
-    """One part of a page: a table with notes behind it, plain text, or why there is nothing.
+    """One part of a page: a table followed by notes, plain text, or why there is nothing.
 
     Attributes:
         heading: The heading of the part.
         head: The column heads of the table.
         lines: The lines of the table, one value for each head.
-        notes: Sentences behind the table.
+        notes: Sentences after the table.
         text: Preformatted text.
         none: The sentence that says why there is nothing to show.
     """
@@ -34,7 +34,7 @@ class Section(NamedTuple):
 
 
 def page_of(title: str, sections: Sequence[Section]) -> str:
-    """Returns an HTML page without a script: the sections, one below the other."""
+    """Returns an HTML page with the sections in order, without a script."""
     return render("easypipe.core", {"title": title, "sections": sections, "shown": shown})
 
 
@@ -42,8 +42,8 @@ def commit_page(path: Path, page: str) -> None:
     """Writes an HTML page as one commit.
 
     Raises:
-        StorageError: A file stands there that is no HTML page, such as the config that it was made
-            of; or the page cannot be written.
+        StorageError: The path has a file that is not an HTML page, such as the config; or the page
+            cannot be written.
     """
     from easypipe.core.errors import StorageError
     from easypipe.core.storage import commit_bytes
@@ -60,14 +60,14 @@ def commit_page(path: Path, page: str) -> None:
 def render(package: str, values: Json, block: str = "") -> str:
     """Renders the page.html.jinja of a package, which extends base.html.jinja.
 
-    Every text is escaped, and characters that would not be seen in it are spelled out.
+    Every text is escaped, and its invisible characters are spelled out.
 
     Args:
         package: The package that holds the template.
         values: The variables of the template.
         block: The block to render; "" is the whole page.
     """
-    import jinja2  # imported here, as few processes make a page
+    import jinja2  # imported here, because few processes make a page
     from markupsafe import Markup
 
     def seen(value: object) -> object:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("easypipe")
 
-# the rate covers the last so many seconds, so that ranges found finished do not count for long
+# the rate covers this many seconds, so that ranges that were already done do not count for long
 WINDOW_S = 20.0
 LINE_S = 0.2
 LOG_S = 30.0
@@ -26,8 +26,8 @@ class Pace:
     """The rate and remaining time of each stage and dataset, from its events. It is thread safe.
 
     Args:
-        events: The rate covers at least so many events, so that one that took long, as a training
-            step with an evaluation behind it, does not stand for all.
+        events: The rate covers at least this many events, so that a single slow one (a training
+            step with an evaluation) does not dominate it.
     """
 
     def __init__(self, events: int = 2) -> None:
@@ -66,7 +66,7 @@ class Pace:
 class ProgressLine:
     """A listener that keeps one line on a terminal up to date.
 
-    Where there is no terminal it logs a line every half minute.
+    Without a terminal it logs a line every half minute.
     """
 
     def __init__(self, stream: IO[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """Protocols of sources, transforms, stages and loaders; what a source declares; rejects of rows.
 
-The laws stand in the docstrings; tests/laws.py checks every implementation against them.
+The docstrings state laws; tests/laws.py checks every implementation against them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Shard:
     Args:
         name: The name of the shard, unique in its source.
         num_rows: Physical records before any filter; None if they cannot be counted.
-        cuts: Ascending row numbers (0 first) at which reading may start cheaply; a reader may start
-            anywhere, at a cost.
-        num_bytes: Size at rest, 0 if unknown; used to cut work evenly, never for correctness.
+        cuts: Ascending row numbers (0 first) at which reading can start cheaply; starting elsewhere
+            costs more.
+        num_bytes: The stored size, 0 if unknown; used to divide work evenly, never for correctness.
     """
 
     name: str
@@ -49,14 +49,13 @@ class Reject:
 
     Args:
         row: The record's physical number in its shard.
-        reason: A short fixed word, which is the ledger's key: "null", "empty", "not_a_string",
+        reason: A short fixed word, used as key in the ledger: "null", "empty", "not_a_string",
             "unparsable", ...
-        detail: What was wrong with this very record, for people.
-        benign: Whether the record is counted but not charged to the error budget, as a blank line
-            or what a filter leaves out.
-        count: How many records of the range were rejected in the same way, of which `row` is the
-            first. It is above 1 only if they are benign or, in the stored record of a range,
-            consecutive.
+        detail: A message about what was wrong with this record.
+        benign: Whether the record is counted but not charged to the error budget, like a blank line
+            or a record that a filter drops.
+        count: How many records of the range were rejected in the same way; `row` is the first. It
+            is above 1 only if they are benign or, in the stored record of a range, consecutive.
     """
 
     row: int
@@ -67,9 +66,9 @@ class Reject:
 
 
 def left_out(rows: Sequence[int] | Int64, reason: str, detail: str = "") -> tuple[Reject, ...]:
-    """Returns one benign Reject that stands for all of `rows`.
+    """Returns one benign Reject for all of `rows`.
 
-    They are counted and not kept one by one, since there may be millions.
+    They are only counted, because there may be millions.
 
     Args:
         rows: Ascending record numbers of one range, all rejected in the same way.
@@ -87,7 +86,7 @@ def left_out(rows: Sequence[int] | Int64, reason: str, detail: str = "") -> tupl
 
 
 def bad_of(rejects: Iterable[Reject]) -> Iterator[Reject]:
-    """Yields the rejects that are charged to the error budget: those that are not benign."""
+    """Yields the rejects that are not benign, which are charged to the error budget."""
     for reject in rejects:
         if not reject.benign:
             yield reject
@@ -118,11 +117,11 @@ def counted(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
 
 
 class Scan(NamedTuple):
-    """The records of a range that was read, and those of them that were rejected.
+    """The records of a range that was read, and the rejected ones.
 
     Attributes:
         batch: The good records; it has the column ROW_NUMBER if it may hold fewer rows than were
-            asked for.
+            requested.
         rejects: The rejected records of the range.
     """
 
@@ -134,8 +133,8 @@ class Scan(NamedTuple):
 class ShardedSource(Protocol):
     """A dataset as rows in shards that can be read independently of each other.
 
-    Law (stateless reads): for a ≤ b ≤ c, `read(s, a, b)` followed by `read(s, b, c)` holds the same
-    rows as `read(s, a, c)`, on any thread and in any order. Row numbers are physical records: a
+    Law (stateless reads): for a ≤ b ≤ c, `read(s, a, b)` and `read(s, b, c)` together return the
+    rows of `read(s, a, c)`, on any thread and in any order. Row numbers are physical records: a
     source that filters returns fewer rows, each with its number in the column `__row_number__`; a
     source whose schema lacks that column returns exactly `stop - start` rows.
     """
@@ -155,11 +154,11 @@ class ShardedSource(Protocol):
         Args:
             shard: Index into `shards`.
             start: The first row.
-            stop: The row behind the last one.
+            stop: The row after the last one.
 
         Raises:
-            SourceError: The rows cannot be read; it names the file, and the row where one is to
-                blame.
+            SourceError: The rows cannot be read; the error names the file, and the row if a single
+                one is bad.
         """
         ...
 
@@ -170,13 +169,13 @@ Sources = dict[str, ShardedSource]  # what stages pass on: datasets by name
 class ShardedDataSource:
     """The base class of users' own sources: shards by name, whose rows are read one at a time.
 
-    Every source of easypipe has these methods. A source of your own defines `shard_names` and
-    `open_shard`, which must yield the same rows whenever a shard is opened. If it also defines
-    `open_shard_at_row`, or defines that alone, its rows are read from anywhere and none are kept
-    beside the tokens. A source that defines `shards` instead of `shard_names` says how many rows
-    there are, if that is known. `version`, a text or number, identifies the rows: change it when
-    they change. A class with `schema`, `shards`, `fingerprint` and `read` is a ShardedSource, and
-    inherits the rest.
+    Every source of easypipe has these methods. Your own source defines `shard_names` and
+    `open_shard`, which must yield the same rows whenever a shard is opened. If it defines
+    `open_shard_at_row`, also without `open_shard`, reading starts at any row and rows are not
+    stored with the tokens. A source that defines `shards` instead of `shard_names` says how many
+    rows there are, if that is known. `version`, a text or number, identifies the rows: change it
+    when they change. A class with `schema`, `shards`, `fingerprint` and `read` is a ShardedSource,
+    and inherits the rest.
     """
 
     # `self` is Any: a user's class defines one of `open_shard`, `open_shard_at_row` and `read`
@@ -201,7 +200,7 @@ class ShardedDataSource:
     def open_shard_at_row(self: Any, shard_name: str, row: int) -> Iterator[Record]:
         """Yields the rows of a shard as dicts, from physical row `row` on.
 
-        The rows in front of it are not read, unless the source defines only `open_shard`.
+        The rows before it are not read, unless the source defines only `open_shard`.
 
         Raises:
             SourceError: No shard has this name, its rows are not counted, or it has no such row.
@@ -265,9 +264,9 @@ class Turns:
     """How conversations were written for training.
 
     Args:
-        template: The text of the chat template, as `transformers` takes it.
-        stop_token_ids: What a model that was trained on it writes when its turn is over; () if that
-            is unknown.
+        template: The text of the chat template, in the form that `transformers` takes.
+        stop_token_ids: The tokens with which a model trained on it ends its turn; () if they are
+            unknown.
     """
 
     template: str
@@ -276,21 +275,20 @@ class Turns:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """What a source declares about itself; a source over another passes on what holds for it too.
+    """What a source declares about itself; a wrapper passes on what is also true of its rows.
 
     Args:
-        tokens: The tokenizer of the tokens in its rows; None if they hold none, or if it is
+        tokens: The tokenizer of the tokens in its rows; None if there are no tokens, or if it is
             unknown.
-        turns: How the conversations were written whose tokens these are.
+        turns: How conversations were written, if these are their tokens.
         pairs: Whether every row is a preference pair, which must stay in one row of a batch.
-        cacheable: Whether the next process knows these rows by the same fingerprint.
-        uncounted: Whether it accepts shards without `num_rows`, whose end `at_end` tells.
+        cacheable: Whether these rows have the same fingerprint in the next process.
+        uncounted: Whether it accepts shards without `num_rows`; `at_end` then tells their end.
         checks_text: Whether every string that it returns has been checked to be UTF-8.
-        bytes_per_row: The bytes of a row's values, if all rows have the same number.
-        num_tokens: The tokens of all its rows, if they were counted.
-        extra_columns: Columns of the rows that its documents come from, which are saved beside the
-            tokens.
-        aligned: Names of columns with values for every token, which travel with the tokens.
+        bytes_per_row: The bytes of a row's values, if all rows have the same size.
+        num_tokens: The number of tokens in all its rows, if they were counted.
+        extra_columns: Columns of the original rows, which are saved with the tokens.
+        aligned: Names of columns with values for every token, which are packed with the tokens.
     """
 
     tokens: TokenInfo | None = None
@@ -308,14 +306,14 @@ class SourceInfo:
 class Source(ShardedDataSource):
     """The base class of easypipe's own sources: ShardedSource with optional capabilities.
 
-    The defaults are those of a source that can do nothing more. A source of users' own is wrapped
-    in one that has them all (OwnSource).
+    The defaults are those of a source without more capabilities. A user's source is wrapped in one
+    that has them all (OwnSource).
     """
 
     # What positions in a shard count. With "bytes", a row's number is the byte at which it begins,
     # and `num_rows` is the size of the shard.
     unit: ClassVar[Literal["records", "bytes"]] = "records"
-    # whether reading waits for remote storage, which `fetched` does before
+    # whether reading waits for remote storage; `fetched` can do the waiting before
     waits: bool = False
 
     @property
@@ -330,11 +328,11 @@ class Source(ShardedDataSource):
 
     @property
     def files_cut(self) -> int:
-        """How many files stop without the mark of their end."""
+        """How many files end without their end marker."""
         return 0
 
     def shard_identity(self: ShardedSource, shard: int) -> str:
-        """Returns a digest of all that decides the rows of one shard, whatever stands beside it."""
+        """Returns a digest of all that decides the rows of one shard, regardless of others."""
         return digest(self.fingerprint, self.shards[shard].name)
 
     def select(self: ShardedSource, columns: Sequence[str]) -> ShardedSource:
@@ -342,10 +340,10 @@ class Source(ShardedDataSource):
         return self
 
     def exactly(self: ShardedSource, columns: Sequence[str]) -> ShardedSource:
-        """Returns a source of the same rows that loses no null within lists and objects.
+        """Returns a source of the same rows that keeps every null within lists and objects.
 
         Args:
-            columns: The columns whose lists and objects become JSON text where they hold nulls that
+            columns: The columns in which lists and objects become JSON text if they hold nulls that
                 an Arrow type would lose.
         """
         return self
@@ -354,18 +352,18 @@ class Source(ShardedDataSource):
         """Returns a smaller source for a first look at the data.
 
         Args:
-            num_bytes: Only records that end within so many bytes of their file are read.
-            files: Only the first so many files are read; None reads all.
+            num_bytes: Only records within the first `num_bytes` bytes of their file are read.
+            files: Only the first `files` files are read; None reads all.
         """
         return self
 
     def at_end(self: Any, shard: int, position: int) -> bool:
-        """Returns whether the shard has no row at `position` or behind it."""
+        """Returns whether the shard has no row at or after `position`."""
         rows = self.shards[shard].num_rows
         return self.below.at_end(shard, position) if rows is None else position >= rows
 
     def raw(self, shard: int, row: int) -> str | None:
-        """Returns a row as it stands in its file; None if the file is not text."""
+        """Returns a row as it is written in its file; None if the file is not text."""
         return None
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
@@ -373,9 +371,9 @@ class Source(ShardedDataSource):
         return self.scan(shard, start, stop).batch
 
     def fetched(self, shard: int, start: int, stop: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a block in which a scan of these rows hardly waits for remote storage.
+        """Returns a context in which a scan of these rows hardly waits for remote storage.
 
-        What it reads is fetched when the block is entered, and kept until it is left.
+        The data is fetched when the context is entered, and kept until it is left.
         """
         if self.below is None:
             return contextlib.nullcontext()
@@ -402,12 +400,12 @@ def identity_of(source: ShardedSource, shard: int) -> str:
 
 
 def select(source: ShardedSource, columns: Sequence[str]) -> ShardedSource:
-    """Returns the source with `columns` alone, or as it is if it cannot leave out the others."""
+    """Returns the source with only `columns`, or unchanged if it cannot leave out the others."""
     return source.select(columns) if isinstance(source, Source) else source
 
 
 def raw_of(source: ShardedSource, shard: int, row: int) -> str | None:
-    """Returns a row as it stands in its file; None if that cannot be told."""
+    """Returns a row as it is written in its file; None if that is unknown."""
     return source.raw(shard, row) if isinstance(source, Source) else None
 
 
@@ -425,7 +423,7 @@ def unit_of(source: ShardedSource) -> Literal["records", "bytes"]:
 
 
 def place_of(source: ShardedSource, shard: int, row: int) -> str:
-    """Returns where a row stands, for messages."""
+    """Returns the place of a row, for messages."""
     name = source.shards[shard].name
     return f"{name}, line at byte {row}" if unit_of(source) == "bytes" else place(name, row=row)
 
@@ -433,7 +431,7 @@ def place_of(source: ShardedSource, shard: int, row: int) -> str:
 def fetched(
     source: ShardedSource, shard: int, start: int, stop: int
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns the block of `Source.fetched`, one that fetches nothing for other sources."""
+    """Returns the context of `Source.fetched`; for other sources, one that fetches nothing."""
     if isinstance(source, Source):
         return source.fetched(shard, start, stop)
     return contextlib.nullcontext()
@@ -450,27 +448,28 @@ def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
 class Transform(Protocol):
     """A function from RecordBatch to RecordBatch that works row by row.
 
-    easypipe.transforms.columns.base.ColumnTransform is the base of those that compose with `>>`.
+    easypipe.transforms.columns.base.ColumnTransform is the base class of transforms that compose
+    with `>>`.
 
-    Law: `t(a ++ b) == t(a) ++ t(b)` for any two batches of one schema. ROW_NUMBER, where a batch
-    has it, stays with its row: a transform that drops rows keeps the numbers of the others. Law:
-    every batch has exactly `schema(before)`, which is known without reading rows.
+    Law: `t(a ++ b) == t(a) ++ t(b)` for any two batches of one schema. If a batch has ROW_NUMBER,
+    it stays with its row: a transform that drops rows keeps the numbers of the others. Law: every
+    batch has exactly `schema(before)`, which is known without reading rows.
 
     A transform may also have two methods and three attributes:
 
     - `scan(batch) -> Scan`: the batch and the rows on which it failed, by ROW_NUMBER, else by
-      position; `__call__` raises for those.
-    - `narrow(columns, before) -> (Transform, columns)`: a transform that gives only `columns`, and
-      the columns that it reads (None: all).
-    - `drops`: whether it may give fewer rows than it is given (True if it does not say).
-    - `fan_out`: the most rows that come of one (1). Above 1 the i-th row of row r has number `r *
-      fan_out + i`.
-    - `cacheable`: whether `fingerprint` will be the same in the next process (True).
+      position; `__call__` raises an error for those rows.
+    - `narrow(columns, before) -> (Transform, columns)`: a transform that returns only `columns`,
+      and the columns that it reads (None: all).
+    - `drops`: whether it may return fewer rows than it is given (default: True).
+    - `fan_out`: the most rows that one row becomes (default: 1). Above 1, the i-th row made from
+      row r has number `r * fan_out + i`.
+    - `cacheable`: whether `fingerprint` will be the same in the next process (default: True).
     """
 
     @property
     def fingerprint(self) -> str:
-        """A hex digest of everything that decides what comes out."""
+        """A hex digest of everything that decides the output."""
         ...
 
     def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch: ...
@@ -484,11 +483,11 @@ class ProgressEvent:
     `done` and `total` count `unit`s.
 
     Args:
-        stage: The kind of work, as "tokenize".
+        stage: The kind of work, such as "tokenize".
         dataset: The name of the dataset.
         done: How many units are done.
         total: How many units there are; None if that is unknown.
-        unit: What is counted, as "rows".
+        unit: What is counted, such as "rows".
         num_bytes: Bytes read or written so far, uncompressed; 0 if they are not counted.
     """
 
@@ -507,7 +506,7 @@ class ProgressListener(Protocol):
 
 
 def silent(event: ProgressEvent) -> None:
-    """Ignores the event: the listener of those who do not listen."""
+    """Ignores the event: the listener that shows nothing."""
 
 
 class PipelineSettings(Protocol):
@@ -539,9 +538,8 @@ class PipelineContext:
     Args:
         config: The config of the pipeline.
         seed: The seed of the run.
-        cache_dir: The folder of this machine for plans, indexes and, unless `cache` says otherwise,
-            tokens.
-        progress: Is called with every ProgressEvent.
+        cache_dir: The local folder of plans, indexes and, unless `cache` says otherwise, tokens.
+        progress: Called with every ProgressEvent.
         cache: The CacheFolder of the tokens; None if they are in `cache_dir`.
     """
 
@@ -567,9 +565,9 @@ class BaseStage(ABC):
 
     @abstractmethod
     def process(self, data: Sources, context: PipelineContext) -> Sources:
-        """Returns the datasets as this stage changes them.
+        """Returns the datasets that this stage makes from `data`.
 
-        It is pure and reads no rows, so that schemas and errors are known before data moves.
+        It is pure and reads no rows, so that schemas and errors are known before data is read.
         """
 
 
@@ -577,9 +575,9 @@ class BaseStage(ABC):
 class BatchLoader(Protocol):
     """A loader as a trainer needs it.
 
-    Law (exact resume): after `restore(state)` with the state taken after batch n, iteration yields
-    batch n + 1 onward. A batch is a dict of arrays; `state()` is the state after the batch that was
-    last yielded.
+    Law (exact resume): after `restore(state)` with the state taken after batch n, iteration
+    continues with batch n + 1. A batch is a dict of arrays; `state()` is the state after the last
+    yielded batch.
     """
 
     batch_size: int

@@ -10,14 +10,13 @@ from easypipe.core.remote import StorageOptions
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedFile:
-    """A file that is to be published.
+    """A file to publish.
 
     Args:
         name: Its path in the repository.
         num_bytes: Its size.
         path: The local or remote file that holds its bytes.
-        content: A small text that was made for it; None if its bytes are those of the file at
-            `path`.
+        content: Its text if it was generated; None if its bytes are those of the file at `path`.
     """
 
     name: str
@@ -28,16 +27,15 @@ class PublishedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """The files that make one state of a repository; the last one says that all others are there.
+    """The files of one state of a repository; the last file shows that all others are complete.
 
     Args:
         files: The files, in order.
-        card: The text of its README.md, which yields to one that people wrote.
-        mark: A text that is in every card of ours, so that a README.md without it was written by
-            people.
-        stale: A pattern for names that an earlier publication may have left; such files are removed
-            unless this one names them.
-        storage_options: How `path`s are read.
+        card: The text of its README.md; a README.md that a person wrote is kept instead.
+        mark: A text in every generated card; a README.md without it was written by a person.
+        stale: A pattern for names that an earlier publication may have left; matching files that
+            this one does not name are removed.
+        storage_options: The storage options for reading `path`s.
     """
 
     files: Sequence[PublishedFile]
@@ -60,9 +58,9 @@ class Pushed:
         revision: The branch.
         commit: The hash of the commit.
         url: Its page.
-        num_files: Its files.
-        num_bytes: Their bytes.
-        up_to_date: Whether all of it was there already, so that nothing was uploaded.
+        num_files: The number of its files.
+        num_bytes: Their size.
+        up_to_date: Whether everything was already there, so that nothing was uploaded.
         seconds: How long it took.
     """
 

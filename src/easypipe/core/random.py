@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Randomness as arithmetic: seeds derived by name, and permutations computed index by index.
+"""Computed randomness: seeds derived by name, and permutations computed index by index.
 
 Nothing here depends on jax.random or NumPy's Generator, whose streams may change between versions.
 """
@@ -26,7 +26,7 @@ _WORD = (1 << 64) - 1
 
 
 def fold(seed: int, *names: str | int) -> int:
-    """Returns a 64-bit seed for `names` below `seed`; sibling names never disturb each other.
+    """Returns a 64-bit seed for `names` under `seed`; different names have independent seeds.
 
     It is BLAKE2b over the seed and length-prefixed names: `fold(1, "ab", "c")` and `fold(1, "a",
     "bc")` differ, as do 1 and "1".
@@ -39,7 +39,7 @@ def fold(seed: int, *names: str | int) -> int:
 
 
 def draw_seed() -> int:
-    """Returns a fresh seed for a run that was given none; the caller prints and records it."""
+    """Returns a new seed for a run without one; the caller prints and records it."""
     return secrets.randbits(31)
 
 
@@ -53,17 +53,17 @@ def mix64(values: UInt64) -> UInt64:
 def word_bits(size: int) -> tuple[int, int]:
     """Returns the bits (left, right) of the two halves of a Feistel word.
 
-    Together they are the fewest that number `size` words, at least one each.
+    Together they are the fewest that can number `size` words, and at least one each.
     """
     bits = max(2, (size - 1).bit_length())
     return bits - bits // 2, bits // 2
 
 
 def child(key: int, index: int) -> int:
-    """Returns the 64-bit key number `index` (at least 0) below `key`.
+    """Returns the 64-bit key number `index` (at least 0) under `key`.
 
-    It is output `index` of a SplitMix64 generator that starts at `key`. Being arithmetic only,
-    compiled code can make a key of its own for every epoch; between names use `fold`.
+    It is output `index` of a SplitMix64 generator that starts at `key`. It is only arithmetic, so
+    compiled code can make a key for every epoch; for names use `fold`.
     """
     word = np.array([(key + (index + 1) * _STEP) & _WORD], dtype=np.uint64)
     return int(mix64(word)[0])
@@ -75,10 +75,10 @@ def round_keys(key: int) -> UInt64:
 
 
 def permute(indices: Int64, size: int, key: int) -> Int64:
-    """Returns where each index goes under the permutation of `range(size)` that `key` names.
+    """Returns where each index goes under the permutation of `range(size)` given by `key`.
 
-    A Feistel network over the words of `word_bits(size)`, walked along its cycle until it lands
-    below `size` (Black, Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002).
+    It is a Feistel network over the words of `word_bits(size)`, repeated until the result is below
+    `size` (cycle walking; Black, Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002).
 
     Args:
         indices: Int64[n], each below `size`.
@@ -86,7 +86,7 @@ def permute(indices: Int64, size: int, key: int) -> Int64:
         key: A 64-bit key.
 
     Raises:
-        ValueError: `size` is 0 or above 2^48, or an index lies outside.
+        ValueError: `size` is 0 or above 2^48, or an index is out of range.
     """
     if not 0 < size <= MAX_ROWS:
         raise ValueError(f"cannot permute {size} rows: between 1 and 2^48 are possible")

@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Reads parts of remote files, one attempt each: web servers, S3, GCS; which headers are secret."""
+"""Reads ranges of remote files, one attempt each: web servers, S3, GCS; lists secret headers."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 OTHER = "the server sent something other than the file, perhaps a page of HTML"
 _TOO_MUCH = "the server sent more than the {} bytes that were requested"
-_RANGE = re.compile(r"bytes (\d+)-", re.IGNORECASE)  # the head of Content-Range
+_RANGE = re.compile(r"bytes (\d+)-", re.IGNORECASE)  # the beginning of Content-Range
 _FOLLOWING = {"range", "accept", "accept-encoding", "user-agent"}  # headers of every client
 
 
 def http_options(url: str, options: Arguments) -> Arguments:
-    """Returns `options` for fsspec's client of web servers, which sends secrets to one server only.
+    """Returns `options` for fsspec's http client that make it send secrets only to one server.
 
-    That server is the one of `url`: no secret follows a redirect to another one.
+    It is the server of `url`: secrets do not follow a redirect to another one.
 
     Raises:
-        ConfigError: Secrets would go over plain http to another machine.
+        ConfigError: Secrets would be sent over plain http to another machine.
     """
     headers = options.get("headers") or {}
     telling = {name: value for name, value in headers.items() if name.lower() not in _FOLLOWING}
@@ -61,7 +61,7 @@ async def _client(**options: Any) -> ClientSession:
             for name in {name.lower() for name in asked.headers} - _FOLLOWING:
                 asked.headers.popall(name, None)
 
-    # as a header, since the client's own cookies go to every server
+    # as a header, because the client sends its own cookies to every server
     if cookies := options.pop("cookies", None):
         said = "; ".join(f"{name}={value}" for name, value in dict(cookies).items())
         options["headers"] = {**(options.get("headers") or {}), "Cookie": said}
@@ -74,7 +74,7 @@ async def _client(**options: Any) -> ClientSession:
 
 @dataclass(frozen=True)
 class HttpFacts:
-    """The facts that one request for the first byte of a file tells.
+    """What one request for the first byte of a file shows.
 
     Args:
         num_bytes: The size of the file; None if the server does not say.
@@ -90,7 +90,7 @@ class HttpFacts:
 def http_facts(fs: Any, url: str, timeout_s: float) -> HttpFacts:
     """Asks a web server for size, identity (ETag, else Last-Modified), and support of ranges.
 
-    HEAD is not used: signed URLs often allow GET alone.
+    HEAD is not used, because signed URLs often allow only GET.
     """
     answer: Any = sync(fs.loop, _http_facts, fs, url, timeout=timeout_s)
     return answer
@@ -103,10 +103,10 @@ def http_range(fs: Any, url: str, start: int, stop: int, identity: str, timeout_
         identity: As in HttpFacts; "" accepts any.
 
     Raises:
-        ChangedError: The file is another or a shorter one now.
-        WrongRangeError: The server sent another part than was asked for.
+        ChangedError: The file has been replaced or shortened.
+        WrongRangeError: The server sent a different range than was requested.
         PackedError: The server compressed the bytes.
-        OtherAnswerError: Something else came than the file.
+        OtherAnswerError: The server sent something other than the file.
         ShortReadError: Bytes are missing.
     """
     answer: Any = sync(fs.loop, _http_range, fs, url, start, stop, identity, timeout=timeout_s)
@@ -114,7 +114,7 @@ def http_range(fs: Any, url: str, start: int, stop: int, identity: str, timeout_
 
 
 async def _http_facts(fs: Any, url: str) -> HttpFacts:
-    """Asks for the first byte, and reads the facts from the headers of the answer."""
+    """Requests the first byte, and reads the facts from the response headers."""
     async with await _get(fs, url, "bytes=0-0") as answer:
         total: int | None = None
         if answer.status == 416:  # an empty file has no first byte
@@ -128,18 +128,18 @@ async def _http_facts(fs: Any, url: str) -> HttpFacts:
         identity = _http_identity(answer.headers)
         if (
             not identity and answer.content_type == "text/html"
-        ):  # a page made for this request, so no file
+        ):  # a page generated for this request, not a file
             answer.close()
             raise OtherAnswerError(OTHER)
         if answer.status != 206:
-            answer.close()  # else the connection would be kept, and the whole body read to free it
+            answer.close()  # otherwise the client would read the whole body to reuse the connection
         return HttpFacts(total, identity or f"size:{total}", answer.status == 206)
 
 
 async def _http_range(
     fs: AbstractFileSystem, url: str, start: int, stop: int, identity: str
 ) -> bytes:
-    """Asks for a range, and checks that the answer is that part of the same file."""
+    """Requests a range, and checks that the response is that range of the same file."""
     from aiohttp import ClientPayloadError
 
     async with await _get(fs, url, f"bytes={start}-{stop - 1}") as answer:
@@ -155,9 +155,9 @@ async def _http_range(
         ):
             raise ChangedError("the server says that the file has changed")
         if packed := _packed(answer.headers):
-            answer.close()  # before it is unpacked: it may be of any size
+            answer.close()  # before it is decompressed: it may have any size
             raise PackedError(f"the server compressed it ({packed}), which was not requested")
-        skipped = start  # if the server sends the whole file, the part is cut out of it
+        skipped = start  # if the server sends the whole file, the range is cut out of it
         if answer.status == 206:
             skipped = 0
             try:
@@ -193,12 +193,12 @@ def object_range(
     """Returns the bytes `start` to `stop` of an object of a store.
 
     Args:
-        identity: As in FileRef. S3 and GCS tell with each answer which object and part it is of.
+        identity: As in FileRef. Each response of S3 and GCS says which object and range it is.
 
     Raises:
-        ChangedError: The object is another now.
-        OtherAnswerError: Something else came than an object.
-        WrongRangeError: The store sent another part than was asked for.
+        ChangedError: The object has been replaced.
+        OtherAnswerError: The store sent something other than an object.
+        WrongRangeError: The store sent a different range than was requested.
         ShortReadError: Bytes are missing.
     """
     names = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
@@ -235,8 +235,8 @@ async def _s3_range(fs: Any, name: str, asked: str, most: int) -> tuple[Mapping[
 async def _gcs_range(fs: Any, name: str, asked: str, most: int) -> tuple[Mapping[str, str], bytes]:
     """Reads an object as it is stored.
 
-    Where one is stored with `Content-Encoding: gzip`, GCS unpacks it for who does not accept that,
-    and gcsfs for who does; either way it may be of any size.
+    If it is stored with `Content-Encoding: gzip`, GCS decompresses it for clients that do not
+    accept gzip, and gcsfs for those that do; both results may have any size.
     """
     from gcsfs.retry import validate_response  # pyright: ignore[reportMissingImports]
 
@@ -259,7 +259,7 @@ async def _gcs_range(fs: Any, name: str, asked: str, most: int) -> tuple[Mapping
 
 
 async def _at_most(body: Any, most: int) -> bytes:
-    """Reads an answer, to one byte behind `most` where it is longer."""
+    """Reads a response, at most one byte more than `most`."""
     data = bytearray()
     while len(data) <= most and (piece := await body.read(most + 1 - len(data))):
         data += piece
@@ -267,7 +267,7 @@ async def _at_most(body: Any, most: int) -> bytes:
 
 
 def _check_range(sent: str, start: int, stop: int) -> None:
-    """Raises WrongRangeError where the Content-Range of an answer, if any, is of another part."""
+    """Raises WrongRangeError if a response has the Content-Range of a different range."""
     first = _RANGE.match(sent)
     if sent and (first is None or int(first[1]) != start):
         raise WrongRangeError(
@@ -276,7 +276,7 @@ def _check_range(sent: str, start: int, stop: int) -> None:
 
 
 def _refuse_status(answer: ClientResponse) -> None:
-    """Raises an error where an answer has no bytes of a file; a redirect to nowhere is one."""
+    """Raises an error if a response has no bytes of a file, such as a redirect without a target."""
     answer.raise_for_status()
     if answer.status not in (200, 203, 206):
         answer.close()
@@ -297,7 +297,7 @@ def _total(content_range: str) -> int | None:
 
 
 def _packed(headers: Mapping[str, str]) -> str:
-    """Returns how the bytes are compressed on the way; "" if they are those of the file."""
+    """Returns how the bytes are compressed for transfer; "" if they are the bytes of the file."""
     return headers.get("Content-Encoding", "").strip().lower().replace("identity", "")
 
 

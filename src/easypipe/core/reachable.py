@@ -1,5 +1,5 @@
 # pyright: strict
-"""Tells within seconds why the Hub cannot be reached, and what a name it lacks may stand for."""
+"""Finds within seconds why the Hub is unreachable, and what an unknown repository name may mean."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from urllib.request import getproxies, proxy_bypass
 from easypipe.core.errors import near_path
 from easypipe.core.remote import causes_of
 
-CONNECT_S = 4.0  # seconds for a connection; the answer may take longer
+CONNECT_S = 4.0  # seconds for a connection; the response may take longer
 
-FAILED_S = 30.0  # after which a host that could not be reached is asked again
+FAILED_S = 30.0  # seconds after which an unreachable host is tried again
 
-# by host and port: when it was asked, and why it could not be reached
+# for each host and port: when it was tried, and why it could not be reached
 _asked: dict[tuple[str, int], tuple[float, str | None]] = {}
 
 
 def near_here(name: str, fix: str) -> tuple[list[str] | None, str]:
-    """Returns what to try instead of a name that the Hub does not have, which may be a local path.
+    """Returns what to try instead of a name unknown to the Hub, which may be a local path.
 
     Returns:
-        (a few names of the folder that the name begins with, or None; the suggested fix, else
+        (a few names in the folder with which the name begins, or None; a suggested fix, else
         `fix`).
     """
     near, meant = near_path(name)
@@ -37,15 +37,14 @@ def near_here(name: str, fix: str) -> tuple[list[str] | None, str]:
 
 
 def hub_unreachable(endpoint: str | None = None) -> str | None:
-    """Returns why no connection to the Hub comes about within CONNECT_S; None if one does.
+    """Returns why there is no connection to the Hub within CONNECT_S; None if there is one.
 
-    A machine without a network is told at once, and so is one that does not trust the Hub's
-    certificate. Each host, or the proxy before it, is asked once, and again FAILED_S after a
-    failure. What lies behind a proxy is left to the Hub's client to report, and so is its offline
-    mode.
+    A missing network and an untrusted certificate are found immediately. Each host, or its proxy,
+    is tried once, and again FAILED_S after a failure. Failures beyond a proxy and offline mode are
+    left to the Hub's client to report.
 
     Args:
-        endpoint: The URL of the Hub; None takes the one of its client.
+        endpoint: The URL of the Hub; None takes that of its client.
     """
     from huggingface_hub import constants
 
@@ -71,7 +70,7 @@ def hub_unreachable(endpoint: str | None = None) -> str | None:
 
 
 def _connection_failure(host: str, port: int) -> OSError | None:
-    """Returns why no connection to a host comes about within CONNECT_S, trying again meanwhile."""
+    """Returns why there is no connection to a host within CONNECT_S, with retries."""
     said: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
     began = time.monotonic()
 
@@ -98,7 +97,7 @@ def _connection_failure(host: str, port: int) -> OSError | None:
 def _certificate_failure(url: str) -> ssl.SSLError | None:
     """Returns the error of a certificate that the Hub's client does not trust; None if it does.
 
-    The client alone knows which certificates it trusts; it would ask six times before it reports.
+    Only the client knows which certificates it trusts; it would try six times before it reports.
     """
     from huggingface_hub.utils import get_session
 

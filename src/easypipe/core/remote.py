@@ -3,12 +3,11 @@
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """Calls to remote storage: retries, time limits, errors without secrets.
 
-A call that fails for a passing reason (429, 5xx, a reset, a timeout, fewer bytes than were asked
-for) is made again after a wait that doubles, with jitter, until the policy's attempts or its
-deadline are used up. A request that takes much longer than others of its kind did is given up early
-and made again, with twice the time each time. The error that is raised in the end names the URL,
-the attempts and the last cause, without credentials: those of the URL (user info, signatures) and
-those of storage_options are hidden.
+A call that fails for a transient reason (429, 5xx, a reset, a timeout, fewer bytes than requested)
+is retried with exponential backoff and jitter, until the policy's attempts or its deadline are used
+up. A request that takes much longer than earlier ones of its kind is abandoned and retried, with
+twice the time each time. The final error names the URL, the attempts and the last cause. It hides
+the credentials of the URL (user info, signatures) and of storage_options.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ log = logging.getLogger("easypipe")
 
 SLOWEST_BYTES_PER_S = 1 << 18  # a transfer slower than this counts as hung
 HIDDEN = "***"
-# A request counts as stalled when it takes PATIENCE times as long as nearly all of the last of its
-# kind, once KNOWN of them were answered; never within LEAST_TIMEOUT_S.
+# A request counts as stalled when it takes PATIENCE times as long as nearly all recent ones of its
+# kind, if at least KNOWN of them were answered; never within LEAST_TIMEOUT_S.
 PATIENCE = 4
 KNOWN, REMEMBERED = 20, 128
 LEAST_TIMEOUT_S = 1.0
@@ -51,7 +50,7 @@ LEAST_TIMEOUT_S = 1.0
 _PASSING_STATUS = frozenset(
     {408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529}
 )
-# beside those that Python makes a ConnectionError or TimeoutError; s3fs raises EBUSY for SlowDown
+# in addition to those of ConnectionError and TimeoutError; s3fs raises EBUSY for SlowDown
 _PASSING_ERRNO = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EBUSY)
 _PASSING_NAMES = re.compile(
     r"^(ServerDisconnected|ClientPayload|ClientOS|ClientConnector|ServerTimeout|ConnectionClosed|EndpointConnection|ReadTimeout|ConnectTimeout|"
@@ -76,7 +75,7 @@ _SECRET_QUERY = re.compile(
 _SECRET_OPTION = re.compile(
     r"token|secret|pass|key|cred|auth|sign|sas|header|cookie|session|conn", re.IGNORECASE
 )
-# words that gcsfs accepts in place of a token, which are not secrets
+# words that gcsfs accepts in place of a token; they are not secret
 _NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")
 
 
@@ -84,13 +83,13 @@ _NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")
 class RetryPolicy:
     """How often and how long a call to remote storage is tried.
 
-    A host that never answered and takes no connection has FEW attempts, and so has a server that
-    packs its answers. Waits double from `first_wait_s` to `longest_wait_s`, each shortened at
-    random by up to half.
+    Only FEW attempts are made for a host that never answered and accepts no connection, and for a
+    server that compresses its responses. Waits double from `first_wait_s` to `longest_wait_s`, each
+    shortened at random by up to half.
 
     Args:
-        attempt_timeout_s: Seconds of one attempt, plus the time that its bytes take at 256 KiB/s.
-        deadline_s: Seconds of all attempts and waits together, plus the same time.
+        attempt_timeout_s: Seconds for one attempt, plus the time for its bytes at 256 KiB/s.
+        deadline_s: Seconds for all attempts and waits together, plus the same time.
     """
 
     attempts: int = 8
@@ -102,40 +101,40 @@ class RetryPolicy:
 
 FEW = 5
 
-# The default, and what it is until a host has answered this process: a config that names a server
-# that is down, or no server, is told of within half a minute.
+# The default policy, and the one for hosts that have not answered this process yet: if a config
+# names a server that is down or does not exist, the error comes within half a minute.
 DEFAULT = RetryPolicy()
 FIRST = RetryPolicy(attempt_timeout_s=10.0, deadline_s=20.0)
 _policy = DEFAULT
 
 
 def set_retry_policy(policy: RetryPolicy | None) -> None:
-    """Sets the policy of this process from now on; None brings the default back.
+    """Sets the policy of this process; None restores the default.
 
-    Another policy than the default holds from the first request to a host.
+    A policy other than the default also applies to hosts that have not answered yet.
     """
     global _policy
     _policy = policy or DEFAULT
 
 
 class ShortReadError(OSError):
-    """Fewer bytes came than were asked for and announced."""
+    """Fewer bytes arrived than were requested and announced."""
 
 
 class OtherAnswerError(OSError):
-    """Something else came than the bytes of the file, as gateways and portals send it."""
+    """The response is not the bytes of the file but, for example, the page of a gateway."""
 
 
 class PackedError(OtherAnswerError):
-    """A server, or a cache before it, compresses what it sends; few of them stop doing so."""
+    """A server, or a cache in front of it, compresses its responses; a retry seldom helps."""
 
 
 class WrongRangeError(OSError):
-    """A server, or a cache before it, sent another part of the file than was asked for."""
+    """A server, or a cache in front of it, sent a different range than was requested."""
 
 
 class ChangedError(OSError):
-    """The file that is read now is not the one that was resolved."""
+    """The file has changed since it was resolved."""
 
 
 def retrying(
@@ -146,25 +145,26 @@ def retrying(
     num_bytes: int = 0,
     kind: str | None = "",
 ) -> T:
-    """Returns `call(timeout_s)`, called again and again while it fails for passing reasons.
+    """Returns `call(timeout_s)`, retried while it fails for transient reasons.
 
     Args:
         url: What the call is about.
         call: Makes one attempt.
         options: The storage_options, whose secrets are hidden.
-        num_bytes: The bytes that are sent or received.
+        num_bytes: The number of bytes sent or received.
         kind: A name for requests that take equally long for one host and size, so that stalled ones
-            are recognised and given up; "": nothing is known about them; None: `call` sends none.
+            are recognized and abandoned; "": nothing is known about them; None: `call` sends none.
 
     Raises:
-        MissingFileError: Nothing is there.
-        StorageError: Any other failure; it names the public URL, the attempts and the last cause.
+        MissingFileError: There is no file.
+        StorageError: Any other failure; the error names the public URL, the attempts and the last
+            cause.
     """
     policy = FIRST if _policy is DEFAULT and never_answered(url) else _policy
     started, attempt, stalls, extra = time.monotonic(), 0, 0, num_bytes / SLOWEST_BYTES_PER_S
     deadline = started + policy.deadline_s + extra
     times = _times[_host(url), kind, num_bytes.bit_length()] if kind else None
-    said_so: set[str] = set()  # what failed up to now
+    said_so: set[str] = set()  # the messages of all failures so far
     while True:
         attempt += 1
         began = time.monotonic()
@@ -182,7 +182,7 @@ def retrying(
         except Exception as error:  # noqa: BLE001  (libraries of every store have trees of their own; all of it is raised again below)
             failure = error
         if not is_passing(failure):
-            if not any(map(_lasting, causes_of(failure))):  # it says no, but it answers
+            if not any(map(_lasting, causes_of(failure))):  # the server refuses, but it answers
                 _answered.add(_host(url))
             break
         cut = patience < most and time.monotonic() - began >= patience
@@ -195,18 +195,18 @@ def retrying(
         said = f"{public_url(url)}: {tell(failure, url, options)}"
         log.info("%s; attempt %d of %d in %.1f s", said, attempt + 1, tries, wait)
         time.sleep(wait)
-    # Raised here, outside of the except block: the library's own error has the whole URL in it, and
-    # a traceback would print it.
+    # Raised here, outside the except block: the library's error contains the whole URL, and a
+    # traceback would print it.
     raise _told(failure, url, options, attempt, time.monotonic() - started)
 
 
 def _hopeless(failure: Exception, url: str, said_so: set[str]) -> bool:
-    """Returns whether few attempts are enough: nobody is there, or it fails alike each time.
+    """Returns whether few attempts are enough: no server is there, or each failure is the same.
 
     Args:
         failure: The last failure.
-        url: What was asked for.
-        said_so: The words of all failures up to now.
+        url: The requested URL.
+        said_so: The messages of all failures so far.
     """
     nobody = _nobody_there(failure) and never_answered(url)
     same = len(said_so) == 1 and isinstance(failure, ShortReadError)
@@ -221,11 +221,11 @@ class _Times:
         self._patience = float("inf")
 
     def patience(self) -> float:
-        """Returns the seconds after which one of them counts as stalled."""
+        """Returns the seconds after which a request counts as stalled."""
         return self._patience
 
     def add(self, seconds: float) -> None:
-        """Notes how long a request took."""
+        """Records how long a request took."""
         with self._lock:
             self._last.append(seconds)
             if len(self._last) >= KNOWN:
@@ -233,11 +233,11 @@ class _Times:
                 self._patience = max(LEAST_TIMEOUT_S, PATIENCE * usual)
 
 
-# by host, kind and size of the request (its power of two)
+# for each host, kind and size of requests (as a power of two)
 _times: defaultdict[tuple[str, str, int], _Times] = defaultdict(_Times)
 
 
-# hosts that answered this process: if one of them is down now, it is waited for
+# hosts that have answered this process: if one of them goes down, the process waits for it
 _answered: set[str] = set()
 
 
@@ -247,7 +247,7 @@ def never_answered(url: str) -> bool:
 
 
 def _nobody_there(error: BaseException) -> bool:
-    """Returns whether no connection was made: the host is unknown, or refuses all."""
+    """Returns whether no connection was made: the host is unknown, or refuses connections."""
     kinds = ConnectionRefusedError | socket.gaierror
     return any(isinstance(link, kinds) for link in causes_of(error))
 
@@ -260,7 +260,7 @@ def is_passing(error: BaseException) -> bool:
     """Returns whether another attempt may succeed."""
     if any(
         map(_lasting, causes_of(error))
-    ):  # libraries wrap such an error in one of a passing kind
+    ):  # libraries wrap such an error in a transient one
         return False
     for link in causes_of(error):
         if isinstance(link, ConnectionError | TimeoutError | ShortReadError | OtherAnswerError):
@@ -275,7 +275,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _lasting(error: BaseException) -> bool:
-    """Returns whether no waiting will cure the error."""
+    """Returns whether the error is permanent."""
     return (
         isinstance(error, ChangedError | ssl.SSLCertVerificationError)
         or "Certificate" in type(error).__name__
@@ -284,17 +284,17 @@ def _lasting(error: BaseException) -> bool:
 
 
 def _offline(error: BaseException) -> bool:
-    """Returns whether the Hub's client was told to send no requests.
+    """Returns whether the Hub's client is in offline mode.
 
-    It raises a ConnectionError then, which no waiting will cure.
+    It then raises a ConnectionError, which is permanent.
     """
     return type(error).__name__ == "OfflineModeIsEnabled"
 
 
 def status_of(error: BaseException) -> int | None:
-    """Returns the HTTP status behind an error, whatever library made it; None if there is none."""
+    """Returns the HTTP status that caused an error of any library; None if there is none."""
     for link in causes_of(error):
-        # a broken body; aiohttp itself invented the status that it carries
+        # a broken body; its status is aiohttp's, not the server's
         if type(link).__module__ == "aiohttp.http_exceptions":
             continue
         response = attribute_of(link, "response")
@@ -318,9 +318,9 @@ def status_of(error: BaseException) -> int | None:
 
 
 def public_url(url: str) -> str:
-    """Returns `url` without credentials; what remains names the same file.
+    """Returns `url` without credentials; the result names the same file.
 
-    User info and the query parameters that sign or authorise are left out.
+    User info and the query parameters that sign or authorize are left out.
     """
     if "://" not in url:
         return url
@@ -359,8 +359,8 @@ def tell(error: BaseException, url: str, options: StorageOptions) -> str:
 def remote_call(
     fs: AbstractFileSystem, name: str, timeout_s: float, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls the method `name` of a filesystem, within `timeout_s` if it is asynchronous inside."""
-    # fsspec names an asynchronous method as the other one, with an underscore in front
+    """Calls the method `name` of a filesystem, within `timeout_s` if it is an asynchronous one."""
+    # fsspec's name for an asynchronous method has an underscore in front
     method = getattr(fs, f"_{name}", None) if isinstance(fs, AsyncFileSystem) else None
     if not isinstance(fs, AsyncFileSystem) or method is None:
         return getattr(fs, name)(*args, **kwargs)
@@ -379,7 +379,7 @@ def _wait(policy: RetryPolicy, attempt: int, error: BaseException) -> float:
 
 
 def _asked_by(error: BaseException) -> float:
-    """Returns the seconds that the server asks to wait, with the answer behind an error."""
+    """Returns the seconds that the server asks to wait in the response that caused an error."""
     for link in causes_of(error):
         headers = attribute_of(link, "headers") or attribute_of(
             attribute_of(link, "response"), "headers"
@@ -394,8 +394,8 @@ def _asked_s(asked: str, now: str) -> float:
     """Returns the seconds that a server asks to wait.
 
     Args:
-        asked: Its header Retry-After: a number, or a time.
-        now: The time by the same clock.
+        asked: Its header Retry-After: a number or a time.
+        now: The current time by the server's clock.
     """
     if asked.isdecimal():
         return float(asked)
@@ -409,7 +409,7 @@ def _asked_s(asked: str, now: str) -> float:
 def _told(
     error: BaseException, url: str, options: StorageOptions, attempts: int, seconds: float
 ) -> EasypipeError:
-    """Returns the error of ours that says what went wrong, without credentials."""
+    """Returns easypipe's error that says what went wrong, without credentials."""
     at, text, status = public_url(url), tell(error, url, options), status_of(error)
     if status == 404 or (isinstance(error, FileNotFoundError) and status is None):
         return MissingFileError(at=at, problem="no such file or folder", fix="Check the URL.")
@@ -453,7 +453,7 @@ def _told(
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error, then what it was raised because of, one after another."""
+    """Yields the error, then its causes in turn."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -463,7 +463,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def secrets_of(options: Any, secret: bool = False) -> Iterator[str]:
-    """Yields the texts within storage_options that are secret, by the names of their keys."""
+    """Yields the texts in storage_options that are secret, judged by the names of their keys."""
     if isinstance(options, Mapping):
         for key, value in options.items():
             yield from secrets_of(value, secret or bool(_SECRET_OPTION.search(str(key))))

@@ -1,8 +1,8 @@
 # pyright: strict
 """`Ok(value)` or `Err(error)`: a result for callers who would rather inspect than catch an error.
 
-`Err` holds what would have been raised otherwise: the same check seen from another side. Bugs stay
-exceptions: `attempt` turns EasypipeError into Err, and nothing else.
+`Err` holds the error that would have been raised. Bugs stay exceptions: `attempt` turns only an
+EasypipeError into Err.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ok(Generic[T]):
         return self.value
 
     def unwrap_err(self) -> NoReturn:
-        """Raises TypeError, since there is no error."""
+        """Raises TypeError, because there is no error."""
         raise TypeError(f"unwrap_err() of {self!r}: ask is_err() first")
 
     def unwrap_or(self, default: object) -> T:
@@ -60,7 +60,7 @@ class Ok(Generic[T]):
         return Ok(function(self.value))
 
     def and_then(self, function: Callable[[T], Result[U, E]]) -> Result[U, E]:
-        """Returns what `function`, which may fail itself, makes of the value."""
+        """Returns the result of `function` on the value, which may be an Err."""
         return function(self.value)
 
 
@@ -101,9 +101,9 @@ Result: TypeAlias = Ok[T] | Err[E]
 def attempt(
     function: Callable[P, U], *args: P.args, **kwargs: P.kwargs
 ) -> Result[U, EasypipeError]:
-    """Calls a function: Ok of what it returns, or Err of an EasypipeError that it raises.
+    """Calls a function: returns Ok of its result, or Err of an EasypipeError that it raises.
 
-    Any other exception is a bug, and passes through.
+    Any other exception is a bug and is not caught.
     """
     try:
         return Ok(function(*args, **kwargs))

@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Safe YAML: limits of its size and depth, no tags or duplicate keys; 1e-4 is a number."""
+"""Safe YAML: limits on size and depth, no tags or duplicate keys; 1e-4 is a number."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-# the deepest nesting of a text, the most values that its aliases may repeat, the most that it may
-# have (100,000 take two seconds), and its length (10 million characters take up to ten)
+# limits of a text: its nesting, the values that aliases may repeat, all its values (100,000 take
+# two seconds), and its length (10 million characters take up to ten)
 DEEPEST, MOST_REPEATED, MOST_VALUES, LONGEST = 100, 100_000, 300_000, 10_000_000
 
 
@@ -50,7 +50,7 @@ class _SafeLoader(yaml.SafeLoader):
         self.sizes: dict[int, int] = {}  # by the id of a node, which the document keeps alive
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Composes a node; refuses deep nesting and aliases that repeat too many values."""
+        """Composes a node; rejects deep nesting and aliases that repeat too many values."""
         before, self.depth = self.composed + self.repeated, self.depth + 1
         if self.depth > DEEPEST:
             mark = self.peek_event().start_mark
@@ -95,10 +95,10 @@ class _SafeLoader(yaml.SafeLoader):
 
 
 def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    """Constructs a mapping; refuses duplicate keys and keys that are lists or mappings."""
+    """Constructs a mapping; rejects duplicate keys and keys that are lists or mappings."""
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        # keys beside a merge key (<<) win over those that it brings in
+        # keys next to a merge key (<<) override those that it merges
         merges = key_node.tag == "tag:yaml.org,2002:merge"
         key: Any = "<<" if merges else loader.construct_object(key_node)
         mark = key_node.start_mark
@@ -112,14 +112,14 @@ def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 def _sequence(loader: _SafeLoader, node: yaml.SequenceNode) -> list[Any]:
-    """Constructs a list; refuses one that stands within itself."""
+    """Constructs a list; rejects one that contains itself."""
     return yaml.SafeLoader.construct_sequence(loader, node, deep=True)
 
 
 _SafeLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 _SafeLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SEQUENCE_TAG, _sequence)
-# YAML 1.1 reads 1:30 as 90, 010 as 8, and 1e-4 as a text. The first two are never meant: they are
-# texts here, which an option for a number refuses. 1e-4 is a number.
+# YAML 1.1 reads 1:30 as 90, 010 as 8, and 1e-4 as a text. Nobody means the first two: here they are
+# texts, which are invalid for a numeric option. 1e-4 is a number.
 _NUMBERS = {
     "int": r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)",
     "float": r"[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+|[-+]?[0-9][0-9_]*\.[0-9_]*"

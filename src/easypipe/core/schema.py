@@ -1,7 +1,7 @@
 """Names and dtypes of columns, their Arrow types, exact casts, JSON; OutputSchema and TaskSpec.
 
-At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_ids`, `position_ids`;
-`labels` exist only in batches.
+A stored row (token cache, saved rows) has `input_ids`, `loss_mask`, `segment_ids`, `position_ids`;
+only batches have `labels`.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from easypipe.core.values import Arguments, Batch, Columns, DType, Int64
 
 
 INPUT_IDS = "input_ids"
-LOSS_MASK = "loss_mask"  # 1: this token is a target; absent: every token is
-# in the loss_mask of a token cache: the first token of a pair's second answer, which is no target
+LOSS_MASK = "loss_mask"  # 1: the token is a target; without the column every token is
+# in the loss_mask of a token cache: the first token of a pair's second answer; it is not a target
 SEGMENT_BREAK = 2
-SEGMENT_IDS = "segment_ids"  # 0 is padding, segments of a row count from 1
-POSITION_IDS = "position_ids"  # restart at 0 with each segment
-# rows of strategy "concat" only, one number a row: the label of the last slot, which lies in
+SEGMENT_IDS = "segment_ids"  # 0 is padding; segments of a row are numbered from 1
+POSITION_IDS = "position_ids"  # they restart at 0 in each segment
+# only in rows of strategy "concat", one number per row: the label of the last slot, which is in
 # another row
 LOOK_AHEAD = "look_ahead"
 LABELS = "labels"  # batches only: the next token of the same segment, or IGNORE
 ATTENTION_MASK = "attention_mask"
-# TRL's names for such masks in data that is tokenized already; 1 is a target
+# TRL's names for such masks in tokenized data; 1 is a target
 COMPLETION_MASK, ASSISTANT_MASKS = "completion_mask", "assistant_masks"
-# the columns that say which tokens are targets: a token must be one in all that are given
+# the columns that say which tokens are targets: a token must be a target in all given columns
 TARGET_COLUMNS = (LOSS_MASK, LABELS, COMPLETION_MASK, ASSISTANT_MASKS)
 # sequence-to-sequence batches: the decoder's input, whose next tokens are `labels`
 DECODER_INPUT_IDS = "decoder_input_ids"
 DECODER_ATTENTION_MASK = "decoder_attention_mask"
 PIXEL_VALUES = "pixel_values"
-# token cache only, 1: packing adds no EOS to the document, as it ends with one, its text goes on in
-# the next document, or it is a pair
+# only in the token cache; 1: packing adds no EOS to the document, because it ends with one, its
+# text continues in the next document, or it is a pair
 HAS_EOS = "has_eos"
 
 SOURCE = "__source__"  # which dataset a row came from
 ORIGIN = pa.field(SOURCE, pa.dictionary(pa.int32(), pa.string()), nullable=False)
 ROW_NUMBER = "__row_number__"  # physical record number within its shard
 
-IGNORE = -100  # label of a slot that is not trained
+IGNORE = -100  # the label of a slot that is not a target
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -65,7 +65,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def token_list(vocab_size: int) -> pa.DataType:
     """Returns the Arrow type of a document's tokens.
 
-    The lists have int64 offsets, so that one shard may pass 2^31 tokens.
+    The lists have int64 offsets, so that a shard can have more than 2^31 tokens.
     """
     return pa.large_list(pa.from_numpy_dtype(token_dtype(vocab_size)))
 
@@ -88,7 +88,7 @@ def schema_of_text(text: str) -> pa.Schema:
 
 
 def data_columns(schema: pa.Schema) -> list[str]:
-    """Returns the names of all columns but ROW_NUMBER."""
+    """Returns the names of all columns except ROW_NUMBER."""
     return [name for name in schema.names if name != ROW_NUMBER]
 
 
@@ -113,7 +113,7 @@ def fields_text(schema: pa.Schema) -> str:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Returns whether a column holds lists, large ones and those of a fixed size included."""
+    """Returns whether a column holds lists, including large and fixed-size lists."""
     t = pa.types
     return t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
 
@@ -125,13 +125,13 @@ def list_sizes(lists: pa.Array) -> Int64:
 
 
 def typed_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Returns Python values as an array of `kind`, and refuses those that Arrow would change.
+    """Returns Python values as an array of `kind`; raises an error if Arrow would change a value.
 
-    Arrow cuts off a fraction where an integer is due, and makes a number infinite that is too
-    large.
+    Arrow drops the fraction of a number that should be an integer, and makes a too large number
+    infinite.
 
     Raises:
-        ArrowInvalid: Values do not fit the type, or would be changed. Other errors of Arrow are
+        ArrowInvalid: Values do not fit the type, or would be changed. Other Arrow errors are
             possible.
     """
     made = pa.array(values, kind)
@@ -152,7 +152,7 @@ def cast_array(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 def _may_hold_fractions(values: Sequence[Any], kind: pa.DataType) -> bool:
     """Returns whether values for a type with integers may hold fractions."""
-    if holds(kind, pa.types.is_map):  # the pairs of a map are inferred as texts
+    if holds(kind, pa.types.is_map):  # Arrow infers text for the pairs of a map
         return True
     try:
         return holds(pa.infer_type(values), pa.types.is_floating)
@@ -161,7 +161,7 @@ def _may_hold_fractions(values: Sequence[Any], kind: pa.DataType) -> bool:
 
 
 def _holds_infinity(made: pa.Array) -> bool:
-    """Returns whether there is an infinite number among those of less than 64 bits."""
+    """Returns whether a number of less than 64 bits is infinite."""
     kind = made.type
     if pa.types.is_float32(kind) or pa.types.is_float16(kind):
         return bool(np.isinf(made.to_numpy(zero_copy_only=False)).any())
@@ -175,7 +175,7 @@ def _holds_infinity(made: pa.Array) -> bool:
 def _changed(value: Any, kind: pa.DataType) -> str | None:
     """Returns why a number within `value` would be changed by the type `kind`; None if none would.
 
-    A number is changed if it has a fraction where an integer is due, or is beyond the largest.
+    A number is changed if it has a fraction and should be an integer, or if it is too large.
     """
     found: Iterable[str | None] = ()
     if value is None:
@@ -201,7 +201,7 @@ JSON = pa.json_(pa.large_string())
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """Returns whether values are JSON text: lists or objects that have no common type."""
+    """Returns whether values are JSON text, used for lists or objects without a common type."""
     return isinstance(kind, pa.JsonType)
 
 
@@ -217,7 +217,7 @@ def plain_type(
 
     Args:
         kind: Any Arrow type.
-        leaf: What becomes of types that have none within; None keeps them.
+        leaf: The conversion of types that contain no others; None keeps them.
     """
     if holds(kind, is_json):
         return JSON
@@ -257,10 +257,10 @@ _TOKEN_COLUMNS = (
 
 @config
 class OutputSchema:
-    """The dtype of every column of a batch, by NumPy's names; other columns keep their own.
+    """The dtypes of the columns of a batch, as NumPy names; other columns keep their own.
 
     Args:
-        dtypes: {column: dtype}, instead of the usual ones: int32 for tokens, labels and masks,
+        dtypes: {column: dtype}, which replace the defaults: int32 for tokens, labels and masks,
             float32 for pixel_values.
     """
 
@@ -284,7 +284,7 @@ class OutputSchema:
         """Returns the batch in these dtypes.
 
         Raises:
-            SourceError: A whole number does not fit.
+            SourceError: An integer does not fit.
         """
         wanted = dict.fromkeys(_TOKEN_COLUMNS, "int32") | {PIXEL_VALUES: "float32"} | self.dtypes
         return {
@@ -296,7 +296,7 @@ class OutputSchema:
 
 
 def _cast(name: str, values: np.ndarray[Any, Any], kind: DType) -> np.ndarray[Any, Any]:
-    """Casts numbers to a dtype; raises SourceError for a whole number that does not fit."""
+    """Casts numbers to a dtype; raises SourceError for an integer that does not fit."""
     if values.dtype == kind:
         return values
     cast = values.astype(kind)
@@ -317,11 +317,11 @@ class TaskSpec:
     See `CollatorRegistry.get_collator(task_spec=...)`.
 
     Args:
-        name: Name of the task, for messages.
-        modality: Modality of the rows: "text", "vision", "multimodal" or one that a collator was
-            registered for.
+        name: The name of the task, for messages.
+        modality: The modality of the rows: "text", "vision", "multimodal" or one for which a
+            collator was registered.
         task_type: What is predicted: "causal_lm", "masked_lm", "seq2seq", "classification" or any
-            other word; it chooses among collators of one modality.
+            other word; it chooses among the collators of one modality.
         options: Options of the collator, if the caller gives none.
     """
 

@@ -1,15 +1,15 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Reads and commits files and JSON, on disk or in a store, atomically; sweeps what was left behind.
+"""Reads and commits files and JSON, on disk or in a store, atomically; sweeps old temporaries.
 
-Law (commit or nothing): whoever looks at `path` sees the old bytes or the new ones, whenever this
-process is killed. Locally: a temporary name, fsync, rename, fsync of the folder. On object stores:
-one PUT of the finished file, checked by the store's own checksum of what came (S3, GCS) or its
-size; `create_bytes` makes it conditional on there being no file yet. Every call to a store is tried
-again if it fails for a passing reason (core/remote.py).
+Law (commit or nothing): a reader of `path` sees the old bytes or the new ones, whenever this
+process is killed. A local commit writes a temporary file, fsyncs it, renames it and fsyncs the
+folder. A commit to an object store is one PUT of the finished file, checked by the store's checksum
+of what arrived (S3, GCS) or its size; `create_bytes` makes it conditional on there being no file
+yet. Every call to a store is retried if it fails for a transient reason (core/remote.py).
 
-`set_fault_hook` lets tests stop the process at every step.
+`set_fault_hook` lets tests stop the process at any step.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from easypipe.core.values import Arguments, JsonValue
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
-# bytes that are read and hashed at a time, into the same memory: what fits a core's own cache is
-# hashed three times as fast
+# bytes that are read and hashed at a time, in the same buffer: hashing is three times as fast if it
+# fits a core's cache
 HASHED_BYTES = 1 << 18
 TEMPORARY = ".tmp-"
 
-# a folder is swept again after this many times the seconds that the last sweep took
+# a folder is swept again after this many times the duration of the last sweep
 SWEPT_SELDOM = 100
-OLD_S = 86_400.0  # a temporary file that was not written to for so long has no writer
+OLD_S = 86_400.0  # a temporary file that was not written to for this long has no writer
 
 _sweep_again: dict[Path, float] = {}  # when a folder may be swept again, by time.monotonic
-_swept: set[Path] = set()  # folders from which this process removed what killed ones had left
+_swept: set[Path] = set()  # folders in which this process removed leftovers of killed ones
 
 _fault: Callable[[str, str], None] | None = None
 
@@ -104,7 +104,7 @@ def is_remote(path: str | Path) -> bool:
 def filesystem(
     path: str | Path, storage_options: StorageOptions = None
 ) -> tuple[AbstractFileSystem, str]:
-    """Returns the fsspec filesystem of `path`, and the path as that filesystem spells it.
+    """Returns the fsspec filesystem of `path`, and the path in that filesystem's form.
 
     Raises:
         StorageError: The protocol is unknown, its fsspec package is missing, or no bucket is named.
@@ -129,7 +129,7 @@ def filesystem(
             else f"Install the fsspec package for {protocol}."
         )
         problem = f"cannot open {protocol}:// paths: {tell(error, str(path), storage_options)}"
-    # not raised from the library's error, which may show credentials
+    # raised without the library's error, which may contain credentials
     raise StorageError(at=at, problem=problem, fix=fix)
 
 
@@ -147,7 +147,7 @@ def exists(path: str | Path, storage_options: StorageOptions = None) -> bool:
     """Returns whether there is a file or folder at `path`.
 
     Raises:
-        StorageError: It cannot be told.
+        StorageError: The path cannot be checked.
     """
     if not is_remote(path):
         with raising(StorageError, path, "cannot be read", "Check the path and permissions."):
@@ -194,7 +194,7 @@ def read_bytes(path: str | Path, storage_options: StorageOptions = None) -> byte
 def read_range(
     path: str | Path, start: int, stop: int, storage_options: StorageOptions = None
 ) -> bytes:
-    """Returns the bytes `start` to `stop` of a remote file, all of them.
+    """Returns all bytes from `start` to `stop` of a remote file.
 
     Raises:
         MissingFileError: There is no file.
@@ -238,7 +238,7 @@ def chunks(path: str | Path, storage_options: StorageOptions = None) -> Iterator
 
 
 def size_of(path: str | Path, storage_options: StorageOptions = None) -> int | None:
-    """Returns the bytes of a file; None if there is none."""
+    """Returns the size of a file in bytes; None if there is no file."""
     if not is_remote(path):
         local = _local(path)
         return local.stat().st_size if local.is_file() else None
@@ -252,7 +252,7 @@ def size_of(path: str | Path, storage_options: StorageOptions = None) -> int | N
 
 
 def names_in(folder: str | Path, storage_options: StorageOptions = None) -> list[str]:
-    """Returns what lies directly in a folder, sorted, without temporaries; [] if there is none."""
+    """Returns the sorted names directly in a folder, without temporaries; [] if there is none."""
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> list[str]:
         fs.invalidate_cache()  # stores remember listings; another process may have written since
@@ -271,7 +271,7 @@ def names_in(folder: str | Path, storage_options: StorageOptions = None) -> list
 
 
 def remove(path: str | Path, storage_options: StorageOptions = None) -> None:
-    """Removes a file, or a folder with all that is in it; does nothing if there is none.
+    """Removes a file, or a folder with its content; does nothing if there is none.
 
     Raises:
         StorageError: It cannot be removed.
@@ -302,12 +302,12 @@ def ask(
     num_bytes: int = 0,
     kind: str | None = "",
 ) -> T:
-    """Calls a store, again if that fails for a passing reason.
+    """Calls a store, with retries if that fails for a transient reason.
 
     Args:
         path: The URL that the call is about.
         storage_options: Passed to fsspec.
-        call: Called as `call(filesystem, name, timeout in s)`; makes one attempt.
+        call: Makes one attempt; called as `call(filesystem, name, timeout in s)`.
         num_bytes: As in `retrying`.
         kind: As in `retrying`.
 
@@ -328,9 +328,9 @@ def ask_long(
     storage_options: StorageOptions,
     call: Callable[[AbstractFileSystem, str, float], T],
 ) -> T:
-    """Does what `ask` does, for lists, which may take minutes to come.
+    """Does what `ask` does, for listings, which may take minutes.
 
-    A host that has not answered yet is asked for something short first: little time is given to it.
+    A host that has not answered yet first gets a short request, because its time limit is short.
     """
     if never_answered(str(path)):
         try:
@@ -364,11 +364,11 @@ def commit_bytes(
 def create_bytes(path: str | Path, data: bytes, storage_options: StorageOptions = None) -> bool:
     """Commits `data` at a URL only if there is no file yet.
 
-    On S3 (If-None-Match) and GCS (ifGenerationMatch=0) this is one step, so one of several writers
-    wins. Other stores of fsspec are asked first and then written.
+    On S3 (If-None-Match) and GCS (ifGenerationMatch=0) this is one atomic step, so exactly one of
+    several writers wins. For other fsspec stores it checks first and then writes.
 
     Returns:
-        False if there is a file that holds other bytes.
+        False if there is a file with other bytes.
     """
     _step("rename", str(path))
     try:
@@ -405,11 +405,11 @@ def commit_file(
     Args:
         path: The file.
         storage_options: Passed to fsspec.
-        synced: Whether it is on the disk then. Where not, a loss of power may damage it or take it
-            away, so that only what is checked and made again is committed so.
+        synced: Whether the file is then synced to disk. If not, a power loss may damage or remove
+            it, so this is only for files that are checked and can be made again.
 
     Yields:
-        The temporary path, and `stamp()`, which returns size and checksum once the block is left.
+        The temporary path, and `stamp()`, which returns size and checksum after the block.
 
     Raises:
         StorageError: The bytes cannot be written.
@@ -423,7 +423,7 @@ def commit_file(
             folder = Path(tempfile.mkdtemp(prefix="easypipe-"))
             temporary = folder / "commit"
         else:
-            if _is_device(local):  # renaming a file to its name would replace it
+            if _is_device(local):  # a rename would replace the device
                 raise FileExistsError(errno.EEXIST, "it is a pipe, a socket or a device")
             temporary, folder = temporary_of(local), None
     try:
@@ -450,14 +450,14 @@ def commit_file(
         done.append(stamp)
         _step("committed", target)
     finally:
-        with contextlib.suppress(OSError):  # it was renamed, or an error is being raised already
+        with contextlib.suppress(OSError):  # it was renamed, or an error is already being raised
             temporary.unlink(missing_ok=True)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit_folder(temporary: Path, target: Path) -> None:
-    """Renames the local folder `temporary` to `target` when all that is in it is on the disk.
+    """Renames the local folder `temporary` to `target` after its content is synced to disk.
 
     Args:
         temporary: A folder on the same file system.
@@ -475,7 +475,7 @@ def commit_folder(temporary: Path, target: Path) -> None:
 
 
 def _put(file: Path, target: str, storage_options: StorageOptions) -> None:
-    """Uploads a file whole, and checks what arrived."""
+    """Uploads a file, and checks what arrived."""
     size = file.stat().st_size
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> None:
@@ -498,7 +498,7 @@ def _create(fs: AbstractFileSystem, name: str, data: bytes, timeout_s: float) ->
 def _checks(fs: AbstractFileSystem) -> bool:
     """Returns whether the client compares checksums with the store.
 
-    botocore sends one by itself, gcsfs is asked to by `_checked`.
+    botocore sends one by default; `_checked` makes gcsfs do so.
     """
     return bool({"gs", "s3"} & set([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol))
 
@@ -517,7 +517,7 @@ def _upload(
 
     Raises:
         FileExistsError: `call` raised it.
-        StorageError: It failed for any other reason that does not pass.
+        StorageError: It failed for any other permanent reason.
     """
 
     def attempt(fs: AbstractFileSystem, name: str, timeout_s: float) -> bool:
@@ -560,13 +560,13 @@ def checksum(path: str | Path, storage_options: StorageOptions = None) -> Stamp:
 
 
 def temporary_of(target: Path) -> Path:
-    """Returns a new temporary name beside the local `target`, for the file that will replace it.
+    """Returns a new temporary name next to the local `target`, for the file that will replace it.
 
-    It makes the folder. The first time that this process writes there, it removes what killed
-    processes left.
+    It creates the folder. The first time that this process writes there, it removes the temporaries
+    of killed processes.
 
     Raises:
-        OSError: The folder cannot be made or listed.
+        OSError: The folder cannot be created or listed.
     """
     folder = target.parent.absolute()
     make_folder(folder)
@@ -577,24 +577,24 @@ def temporary_of(target: Path) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a local folder with those above it, and returns when they are on the disk."""
+    """Creates a local folder and its parents, and syncs them to disk."""
     if folder.is_dir():
         return
     missing = list(itertools.filterfalse(Path.is_dir, (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
-        with contextlib.suppress(PermissionError):  # one may write there, but not read
+        with contextlib.suppress(PermissionError):  # writing is allowed there, but not reading
             sync(made.parent)
 
 
 def sweep(folder: str | Path) -> int:
     """Removes temporaries that killed processes of this host left in a folder and those below it.
 
-    A folder that takes long to look through is not looked through again soon, so that this takes
-    little of the time of a process that writes much there.
+    A folder that takes long to search is not searched again soon, so that this costs little in a
+    process that writes often there.
 
     Returns:
-        How many were removed.
+        How many temporaries were removed.
     """
     here, began = Path(folder).absolute(), time.monotonic()
     if began < _sweep_again.get(here, 0.0):
@@ -609,7 +609,7 @@ def _sweep(paths: Iterable[Path]) -> int:
     leftovers = [path for path in paths if path.name.startswith(TEMPORARY)]
     swept = 0
     for leftover in filter(_is_left, leftovers):
-        with contextlib.suppress(OSError):  # another process was faster, or may not
+        with contextlib.suppress(OSError):  # another process was faster, or access is denied
             remove(leftover)
             swept += 1
     return swept
@@ -618,8 +618,8 @@ def _sweep(paths: Iterable[Path]) -> int:
 def _is_left(temporary: Path) -> bool:
     """Returns whether the process that wrote a temporary has ended.
 
-    A process that belongs to this host but is numbered by another counter, as in another container,
-    counts as ended a day after it last wrote.
+    A process of this host with ids from another counter, for example in another container, counts
+    as ended a day after it last wrote.
     """
     owner, _, pid = temporary.name.removeprefix(TEMPORARY).split("-", 2)[0].rpartition("_")
     if owner == _numbered_by():
@@ -637,7 +637,7 @@ def _changed(path: Path) -> float:
 
 
 def endless_refused(path: str | Path) -> Path:
-    """Returns the local path of a file whose bytes may be read to their end.
+    """Returns the local path of a file that can be read to its end.
 
     Raises:
         StorageError: It is a pipe, a socket or a device.
@@ -655,7 +655,7 @@ def endless_refused(path: str | Path) -> Path:
 def _is_device(path: Path) -> bool:
     """Returns whether a path names a pipe, a socket or a device, which may never end.
 
-    It asks once: a file that another writer commits meanwhile is none.
+    It asks the file system once: a file that another writer commits meanwhile is not a device.
     """
     try:
         mode = path.stat().st_mode
@@ -670,7 +670,7 @@ def _local(path: str | Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Returns when a local file or folder is on the disk, not only on its way there."""
+    """Syncs a local file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -685,7 +685,7 @@ def _host() -> str:
 
 @functools.cache
 def _numbered_by() -> str:
-    """Returns a name for what counts the processes: host, boot, and container if there is one."""
+    """Returns a name for the counter of process ids: host, boot, and container if there is one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         told = f"{boot}{os.readlink('/proc/self/ns/pid')}"
@@ -695,7 +695,7 @@ def _numbered_by() -> str:
 
 
 def owner() -> str:
-    """Returns the name of this process in its temporaries: its machine and number."""
+    """Returns the name of this process in its temporaries: its machine and process id."""
     return f"{_numbered_by()}_{os.getpid()}"
 
 

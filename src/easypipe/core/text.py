@@ -1,4 +1,4 @@
-"""Texts in Arrow columns: which are blank, their bytes without a copy, and which are not UTF-8."""
+"""Texts in Arrow columns: whether they are blank or not UTF-8, and their bytes without a copy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pyarrow.compute as pc
 
 from easypipe.core.values import Bools, Int64, UInt8
 
-_BLANK = r"\A[\s\x0b\x1c-\x1f\x{85}\pZ]*\z"  # all that `str.strip` removes; RE2's \s is ASCII alone
+_BLANK = r"\A[\s\x0b\x1c-\x1f\x{85}\pZ]*\z"  # all that `str.strip` removes; RE2's \s is ASCII only
 
 
 def has_text(column: pa.Array) -> Bools:
-    """Returns whether something is left of each text after `strip()`; False for null.
+    """Returns for each text whether it has more than white space; False for null.
 
     Args:
         column: Texts[n] of any string type.
@@ -47,7 +47,7 @@ def bytes_of(texts: pa.LargeStringArray) -> tuple[Int64, UInt8]:
 def not_utf8(column: pa.Array) -> list[int]:
     """Returns the rows in which some string, at any depth, is not UTF-8.
 
-    It searches by halves, so that finding a few costs little more than finding none.
+    It searches by bisection, so that finding a few costs little more than finding none.
     """
     bad: list[int] = []
     pending = [(0, len(column))]

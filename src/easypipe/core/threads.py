@@ -1,5 +1,5 @@
 # pyright: strict
-"""Pools of threads that raise EasypipeError when the machine gives no more threads."""
+"""Thread pools that raise EasypipeError when the machine allows no more threads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Threads(ThreadPoolExecutor):
 
 
 def each(fn: Callable[[S], T], items: Sequence[S], most: int, name: str) -> list[T]:
-    """Returns `fn` of every item, made by at most so many threads; for one at a time there is none.
+    """Returns `fn` of every item, computed in at most `most` threads; in none if that is 1.
 
-    After an item that fails no more are begun.
+    After a failure no more items are started.
 
     Raises:
-        EasypipeError: No thread starts.
+        EasypipeError: No thread can be started.
     """
     if min(most, len(items)) < 2:
         return [fn(item) for item in items]

@@ -20,7 +20,7 @@ class Found(NamedTuple):
 
     Attributes:
         num_bytes: Its size.
-        modified: When it was written, in seconds of Unix time; now if a store does not say.
+        modified: When it was written, in Unix seconds; the current time if a store does not say.
     """
 
     num_bytes: int
@@ -28,10 +28,10 @@ class Found(NamedTuple):
 
 
 def files_below(folder: str | Path, storage_options: StorageOptions = None) -> dict[str, Found]:
-    """Returns every file in a folder and the folders below it.
+    """Returns every file in a folder and its subfolders.
 
     Returns:
-        Sizes and times by the file's name below the folder, sorted; {} if there is no folder.
+        Sizes and times by the file's path within the folder, sorted; {} if there is no folder.
     """
     if not storage.is_remote(folder):
         local = Path(str(folder).removeprefix("file://"))

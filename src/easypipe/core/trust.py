@@ -1,10 +1,10 @@
 # pyright: strict
 """Decides which servers, named by environment or command line, get secrets and the Hub's token.
 
-A configuration may name any address, so it cannot make one trusted: the machine's own credentials
-(HF_TOKEN, the login of the Hub's client, cloud accounts) go to huggingface.co, to HF_ENDPOINT, and
-to what `--trust-endpoint` or EASYPIPE_TRUST_ENDPOINT names, and only over https. Secrets that a
-configuration holds itself go to the address beside them, and to no other that it redirects to.
+A config may name any server, so it cannot make one trusted. The machine's own credentials
+(HF_TOKEN, the login of the Hub's client, cloud accounts) are sent only over https, and only to
+huggingface.co, to HF_ENDPOINT, and to what `--trust-endpoint` or EASYPIPE_TRUST_ENDPOINT names.
+Secrets in a config are sent to the server that it names with them, and do not follow redirects.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from easypipe.core.errors import ConfigError, require
 from easypipe.core.values import Settings
 
 HUB = "https://huggingface.co"
-TRUSTED = "EASYPIPE_TRUST_ENDPOINT"  # URLs, separated by blanks; child processes inherit it
-# variables that name the server of a service in place of its usual one
+TRUSTED = "EASYPIPE_TRUST_ENDPOINT"  # URLs, separated by spaces; child processes inherit it
+# variables that name another server for a service than its usual one
 _NAMED_BY = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST")
-# options of storage_options that may hold credentials of their own
+# storage_options that may hold a config's own credentials
 _OWN = ("key", "secret", "token", "anon", "username", "password", "connection_string")
 _OF_THE_MACHINE = ("cloud", "cache", "google_default", "browser", False, None)
 
@@ -32,7 +32,7 @@ _told: set[str] = set()
 
 
 def trust_endpoint(url: str) -> None:
-    """Makes this process, and those that it starts, send the machine's credentials to a server.
+    """Makes this process and its child processes send the machine's credentials to a server.
 
     Args:
         url: The URL of the server.
@@ -57,15 +57,15 @@ def hub_token(
 
     Args:
         endpoint: Where requests go; None takes HF_ENDPOINT, else huggingface.co.
-        own: A token that the configuration gives beside the endpoint.
+        own: A token that the config gives with the endpoint.
         at: The key path of the endpoint.
 
     Returns:
         `own`, else None if the endpoint is trusted (the client takes the machine's token), else
-        False: the client sends none, which a warning says once.
+        False: the client sends no token, and one warning says so.
 
     Raises:
-        ConfigError: `own` would go over plain http to another machine.
+        ConfigError: `own` would be sent over plain http to another machine.
     """
     url = endpoint or os.environ.get("HF_ENDPOINT") or HUB
     if own:
@@ -89,7 +89,7 @@ def hub_token(
 
 
 def require_private(url: str, at: str) -> None:
-    """Raises ConfigError if what is sent to `url` can be read on the way."""
+    """Raises ConfigError if others can read what is sent to `url`."""
     require(
         _private(url),
         at,
@@ -106,14 +106,14 @@ def require_trusted_storage(options: Settings, at: str) -> None:
         at: Their key path.
 
     Raises:
-        ConfigError: They name a server that only they name, and give no credentials of their own.
+        ConfigError: They name an untrusted server without their own credentials.
     """
     if any(options.get(name, None) not in _OF_THE_MACHINE for name in _OWN):
         return
     named = [*_trusted(), *(os.environ.get(name, "") for name in _NAMED_BY)]
     for key, url in options.items():
         here = f"{at}.{key}"
-        if isinstance(url, Mapping):  # client_kwargs; a part of a chain of protocols
+        if isinstance(url, Mapping):  # client_kwargs, or a part of a chain of protocols
             require_trusted_storage(url, here)  # pyright: ignore[reportUnknownArgumentType]
         elif (
             key == "endpoint_url"
@@ -135,7 +135,7 @@ def _trusted() -> list[str]:
 
 
 def _private(url: str) -> bool:
-    """Returns whether what is sent to a URL cannot be read on the way."""
+    """Returns whether no one else can read what is sent to a URL."""
     return url.startswith("https://") or _loopback(url)
 
 
@@ -148,7 +148,7 @@ def _loopback(url: str) -> bool:
 
 
 def _is_one_of(url: str, trusted: Sequence[str]) -> bool:
-    """Returns whether a URL names the server of one of these; a text that is no URL names none."""
+    """Returns whether a URL names the server of one of these; a text that is not a URL does not."""
     origin = _origin(url)
     return bool(origin[1]) and origin in map(_origin, trusted)
 

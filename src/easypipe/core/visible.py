@@ -1,5 +1,5 @@
 # pyright: strict
-"""Makes foreign text safe to show; writes sizes as `312 MB`, and the first names of a long list."""
+"""Makes untrusted text safe to show; writes sizes as `312 MB`; shows the start of a long list."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """Returns the text with every character spelled out (`\\u{1b}`) that could mislead a reader.
+    """Returns the text with every misleading character spelled out (`\\u{1b}`).
 
-    Those are characters that are not seen, that steer a terminal, or that turn the order of others.
+    These are characters that are invisible, control a terminal, or reorder other characters.
 
     Args:
         text: Any text.
-        keep: Characters that stay as they are.
+        keep: Characters that stay unchanged.
     """
     if text.isprintable():
         return text
@@ -42,7 +42,7 @@ def first_of(names: Sequence[str], most: int = 8, between: str = ", ") -> str:
     Args:
         names: Any number of names.
         most: How many of them are shown.
-        between: What stands between two names.
+        between: The text between two names.
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more

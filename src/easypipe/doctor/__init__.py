@@ -1,1 +1,1 @@
-"""Tries the project's laws on the user's own machine and config, and says what does not hold."""
+"""Tests the project's guarantees on the user's machine and config, and says which do not hold."""

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Check, a trial that the doctor makes, and its Finding; `examine` runs them; their page."""
+"""Check, a test that the doctor makes, and its Finding; `examine` runs them; their page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from easypipe.core.pages import Section, page_of
 
 
 class Failed(Exception):
-    """Reports that what a check looks for does not hold.
+    """Reports that a check failed.
 
     The message names an example.
     """
@@ -43,9 +43,9 @@ class Finding:
 
 
 def examine(checks: Iterable[Check]) -> Iterator[Finding]:
-    """Yields what each check finds, one after the other; an error in a check is what it found.
+    """Yields the finding of each check in turn; an error in a check is its finding.
 
-    A config or data that nothing can be done with is told once; what needs them is skipped then.
+    An unusable config or dataset is reported once; the other checks that need it are skipped.
     """
     told: dict[str, str] = {}
     for check in checks:
@@ -69,7 +69,7 @@ def examine(checks: Iterable[Check]) -> Iterator[Finding]:
 
 
 def page(costs: Sequence[str], findings: Sequence[Finding]) -> str:
-    """Returns a page of HTML: what failed comes first, then what could not be tried."""
+    """Returns a page of HTML: failed checks come first, then skipped ones."""
     head = ("check", "seconds", "what it found")
     parts = [Section("What was tried", notes=costs)]
     for state, heading in (("FAILED", "Failed"), ("skipped", "Skipped"), ("ok", "All is well")):

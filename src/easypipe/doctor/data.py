@@ -34,12 +34,12 @@ from easypipe.previews.samples import looked_at
 from easypipe.stages.config import PipelineConfig
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
-BATCHES = 6  # so many batches are looked at
-STOPS = (0, 1, 2, 4)  # batches after which a loader is stopped, and another one goes on
+BATCHES = 6  # the number of batches that are checked
+STOPS = (0, 1, 2, 4)  # batches after which a loader is stopped, and another one continues
 
 
 class Sample:
-    """The first `rows` rows of each dataset of `config`, prepared below `folder` when asked for."""
+    """The first `rows` rows of each dataset of `config`, prepared in `folder` on first use."""
 
     def __init__(
         self, config: PipelineConfig, folder: Path, rows: int, progress: ProgressListener = silent
@@ -49,7 +49,7 @@ class Sample:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """The rows, prepared once; what could not be prepared is not tried again."""
+        """The rows, prepared once; if that fails, it is not tried again."""
         if self._refused is not None:
             raise self._refused
         try:
@@ -68,14 +68,14 @@ class Sample:
 
     @property
     def load(self) -> LoadStageConfig:
-        """How batches are made of the sample: on no device, not in micro-batches."""
+        """How batches are made of the sample: not on a device and without micro-batches."""
         return dataclasses.replace(host_load(self._config), drop_last=False, accumulation_steps=1)
 
     def loader(self, load: LoadStageConfig | None = None) -> Loader:
         return self.pipeline.copy().load(load or self.load).loader()
 
     def elsewhere(self, name: str) -> Sample:
-        """Returns the same rows, prepared in a folder of their own, perhaps by another process."""
+        """Returns the same rows, prepared in another folder, perhaps by another process."""
         return Sample(self._config, self.folder / name, self._rows)
 
     def again(self) -> Pipeline:
@@ -83,7 +83,7 @@ class Sample:
         return self._prepared("again", self._config)
 
     def by_reference(self) -> Pipeline:
-        """Returns the same rows, prepared by the `tokenizers` library alone."""
+        """Returns the same rows, prepared with the `tokenizers` library only."""
         datasets = tuple(
             dataclasses.replace(one, tokenizer=one.tokenizer and _reference(one.tokenizer))
             for one in self._config.datasets
@@ -118,7 +118,7 @@ def data_checks(sample: Sample) -> Sequence[Check]:
 
 
 def no_row_is_lost(sample: Sample) -> str:
-    """Checks that the ledger closes, and that every row of a source is a document or a reject."""
+    """Checks that the ledger balances, and that every row is either a document or rejected."""
     try:
         sample.pipeline.ledger().check()
     except LedgerError as error:
@@ -148,7 +148,7 @@ def preparing_again_changes_nothing(sample: Sample) -> str:
 
 
 def rows_are_well_formed(sample: Sample) -> str:
-    """Checks that segments count from 1, in one piece each, and positions restart with each."""
+    """Checks that segments are contiguous and numbered from 1, and positions restart in each."""
     for n, batch in enumerate(sample.batches):
         if SEGMENT_IDS not in batch:
             raise Skipped("rows are not packed")
@@ -199,7 +199,7 @@ def masks(sample: Sample) -> str:
 
 
 def resume(sample: Sample) -> str:
-    """Checks that a loader that is stopped and restored gives the batches of one that goes on."""
+    """Checks that a stopped and restored loader yields the same batches as an uninterrupted one."""
     reference = sample.batches
     stops = [one for one in STOPS if one < len(reference)]
     for stop in stops:

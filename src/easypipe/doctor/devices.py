@@ -1,4 +1,4 @@
-"""Checks of a run on the devices of this machine: where batches lie, whether a step has room."""
+"""Checks of a run on the devices of this machine: placement of batches, memory of a step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from easypipe.run import RunConfig, plan_on
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.plan.topology import Topology
 
-# The least part of a device's memory that has to be left: a step that fits more tightly fails on a
-# longer batch.
+# The least fraction of a device's memory that must stay free: a tighter step fails on a longer
+# batch.
 HEADROOM = 0.05
 
 
@@ -31,7 +31,7 @@ def device_checks(run: RunConfig, sample: Sample) -> Sequence[Check]:
 
 
 def batches_lie_on_their_devices(run: RunConfig, sample: Sample) -> str:
-    """Checks that every device of the run's mesh holds its rows and slots of a batch, no others."""
+    """Checks that every device of the run's mesh holds only its own rows and slots of a batch."""
     mesh = make_mesh(run.train.mesh, at="train.mesh")
     placed = next(iter(sample.loader(dataclasses.replace(sample.load, mesh=mesh))))
     for name, host in sample.batches[0].items():
@@ -48,7 +48,7 @@ def batches_lie_on_their_devices(run: RunConfig, sample: Sample) -> str:
 
 
 def memory_headroom(run: RunConfig) -> str:
-    """Checks that a step of the whole model, as XLA compiles it, leaves memory of a device."""
+    """Checks that a step of the whole model, as XLA compiles it, leaves some memory free."""
     devices = jax.devices()
     if jax.process_count() > 1:
         raise Skipped("devices of several processes: `easypipe plan --topology` tells")
@@ -66,7 +66,7 @@ def memory_headroom(run: RunConfig) -> str:
 
 
 def _free_memory() -> int:
-    """Returns the bytes of the machine's memory that a program may take."""
+    """Returns how many bytes of the machine's memory a program may use."""
     known = Path("/proc/meminfo")
     free = re.search(r"MemAvailable:\s+(\d+) kB", known.read_text()) if known.exists() else None
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

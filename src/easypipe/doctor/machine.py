@@ -21,11 +21,11 @@ from easypipe.core.random import permute
 from easypipe.doctor.check import Check, Failed, Skipped
 
 PACKAGES = ("easypipe", "jax", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "pyarrow")
-REPLACED = 200  # times that a file is replaced while it is read
+REPLACED = 200  # how often a file is replaced while it is read
 SKEW_S = 5.0  # the most that the file system's clock may differ from this machine's
-COARSE_S = 0.1  # two changes of a file within this time are told apart by its size alone
-OPEN_FILES = 1024  # the least open files that must be allowed
-FREE_BYTES = 1 << 30  # the least free disk
+COARSE_S = 0.1  # two changes of a file within this time are told apart only by its size
+OPEN_FILES = 1024  # at least this many open files must be allowed
+FREE_BYTES = 1 << 30  # at least this much disk must be free
 # Another process runs this to say whether it gets a lock.
 ASK = (
     "import sys; from pathlib import Path; from easypipe.core import locks; "
@@ -46,7 +46,7 @@ DIE = (
 def machine_checks(folder: Path) -> Sequence[Check]:
     """Returns the checks of this machine.
 
-    `folder` is an empty one, on the file system that is looked at.
+    `folder` is empty and on the file system that is checked.
     """
     parts: dict[str, Callable[[], str]] = {
         "installation": installation,
@@ -76,7 +76,7 @@ def installation() -> str:
 
 
 def devices() -> str:
-    """Checks the devices in a process of its own, so that this one holds no accelerator."""
+    """Checks the devices in another process, so that this one does not occupy an accelerator."""
     done = _python(MULTIPLY)
     if done.returncode:
         raise Failed((done.stderr.strip().splitlines() or ["jax died"])[-1])
@@ -84,7 +84,7 @@ def devices() -> str:
 
 
 def locks_exclude(folder: Path) -> str:
-    """Checks that two processes do not get one lock."""
+    """Checks that two processes cannot hold one lock."""
     path = folder / "lock"
     with locks.try_hold(path, exclusive=True) or _no_lock(path):
         if _is_free(path):
@@ -95,7 +95,7 @@ def locks_exclude(folder: Path) -> str:
 
 
 def writes_are_synced(folder: Path) -> str:
-    """Returns how long a small file takes to be written through to the disk."""
+    """Returns how long it takes to write and sync a small file."""
     began = time.monotonic()
     for number in range(10):
         storage.commit_bytes(folder / f"synced{number}", bytes(1 << 16))
@@ -134,7 +134,7 @@ def renaming_is_atomic(folder: Path) -> str:
 
 
 def a_kill_loses_nothing(folder: Path) -> str:
-    """Checks that a process killed while it replaces a file leaves the old bytes, and no rest."""
+    """Checks that a process killed while it replaces a file leaves only the old bytes."""
     inside = folder / "killed"
     storage.commit_bytes(inside / "file", b"old")
     died = _python(DIE, inside / "file")
@@ -176,7 +176,7 @@ def limits(folder: Path) -> str:
     if free < FREE_BYTES:
         raise Failed(f"{free / 1e9:.1f} GB are free in {folder}")
     long = folder / ("é" * 100 + ".arrow")
-    long.write_bytes(b"")  # raises where names have to be shorter, or have another encoding
+    long.write_bytes(b"")  # raises if names must be shorter or have another encoding
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     open_files = "any number of" if endless else files
     return f"{open_files} open files, {free / 1e9:.0f} GB of disk, {memory / 1e9:.0f} GB of memory"

@@ -1,4 +1,4 @@
-"""Checks of a run's model, made small: a packed row equals its documents alone; accumulation."""
+"""Checks of a small model like the run's: a packed row equals its documents; accumulation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from easypipe.train.losses.loss import loss_sums
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.trainer import Trainer
 
-LAYERS, INNER, SLOTS = 2, 256, 512  # the most of the small model, and of the rows it is given
-CLOSE = 1e-3  # float32; what leaks through attention is a hundred times that
+LAYERS, INNER, SLOTS = 2, 256, 512  # the upper limits of the small model and its rows
+CLOSE = 1e-3  # float32; a leak through attention is a hundred times larger
 
 
 def model_checks(run: RunConfig, sample: Sample, folder: Path) -> Sequence[Check]:
@@ -36,7 +36,7 @@ def model_checks(run: RunConfig, sample: Sample, folder: Path) -> Sequence[Check
 
 
 def no_document_sees_another(run: RunConfig, sample: Sample) -> str:
-    """Checks that other tokens in the first document of a row change nothing in the others."""
+    """Checks that changing the first document of a row changes nothing in the others."""
     row, model = _packed_row(sample), _small(run, sample)
     changed = {name: values.copy() for name, values in row.items()}
     first = row[SEGMENT_IDS] == 1
@@ -53,7 +53,7 @@ def no_document_sees_another(run: RunConfig, sample: Sample) -> str:
 
 
 def packing_keeps_the_loss(run: RunConfig, sample: Sample) -> str:
-    """Checks that the loss of a packed row is the sum of the losses of its documents alone."""
+    """Checks that the loss of a packed row is the sum of the losses of its separate documents."""
     row, model = _packed_row(sample), _small(run, sample)
     whole, alone = _loss(model, row), 0.0
     for number in range(1, int(row[SEGMENT_IDS].max()) + 1):
@@ -64,7 +64,7 @@ def packing_keeps_the_loss(run: RunConfig, sample: Sample) -> str:
 
 
 def accumulated_equals_whole(run: RunConfig, sample: Sample, folder: Path) -> str:
-    """Checks that one step over a batch and one over its halves have one loss and gradient norm."""
+    """Checks that a step over a batch and one over its halves have equal loss and gradient norm."""
     batch = sample.batches[0]
     if LABELS not in batch or len(batch[INPUT_IDS]) % 2:
         raise Skipped("it needs batches of labels with an even number of rows")
@@ -89,7 +89,7 @@ def accumulated_equals_whole(run: RunConfig, sample: Sample, folder: Path) -> st
 
 
 class _OneBatch:
-    """A loader that gives one batch over and over."""
+    """A loader that yields the same batch forever."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch, self.batch_size = batch, len(batch[INPUT_IDS])
@@ -109,7 +109,7 @@ class _OneBatch:
 
 
 def _small(run: RunConfig, sample: Sample) -> Decoder:
-    """Returns a float32 model with the options of the run's, fewer layers and a narrower inside."""
+    """Returns a float32 model with the run's options, fewer layers and narrower MLPs."""
     usual = run.model if isinstance(run.model, ModelConfig) else ModelConfig()
     vocabulary = usual.vocab_size or 1 + max(int(one[INPUT_IDS].max()) for one in sample.batches)
     config = dataclasses.replace(
@@ -141,7 +141,7 @@ def _packed_row(sample: Sample) -> dict[str, np.ndarray]:
 
 
 def _alone(row: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
-    """Returns document `number` of a row at the start of a row of its own."""
+    """Returns document `number` of a row at the start of a separate row."""
     of_it = np.flatnonzero(row[SEGMENT_IDS][0] == number)
     found = {name: np.zeros_like(values) for name, values in row.items()}
     found[LABELS][:] = IGNORE

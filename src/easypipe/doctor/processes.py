@@ -1,4 +1,4 @@
-"""Checks with other processes: several read what one does, and one is killed while it prepares."""
+"""Checks with other processes: several make the rows of one; one is killed while it prepares."""
 # pyright: strict
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from easypipe.doctor.data import BATCHES, Sample, compare
 
 PROCESSES = 2
 KILLED = 9  # the exit code of a process that dies by `die`
-DEATH = 4  # the number of the file that never gets its name; for little data it is a manifest
-PATIENCE_S = 300.0  # how long the process that is to be killed may take
+DEATH = 4  # the number of the file whose rename kills the process; with little data, a manifest
+PATIENCE_S = 300.0  # how long the process may run before it is killed
 
 
 def process_checks(sample: Sample) -> Sequence[Check]:
@@ -33,7 +33,7 @@ def process_checks(sample: Sample) -> Sequence[Check]:
 
 
 def several_processes(sample: Sample) -> str:
-    """Checks that several processes, preparing at once, make the rows of one process.
+    """Checks that several processes, preparing at once, make the same rows as one process.
 
     They prepare into one folder; each makes the batches of its own rows.
     """
@@ -58,9 +58,9 @@ def several_processes(sample: Sample) -> str:
 
 
 def a_kill_while_preparing(sample: Sample) -> str:
-    """Checks that after a process dies while it writes the cache, the next one finishes it.
+    """Checks that if a process dies while it writes the cache, the next one finishes it.
 
-    Nothing of the killed process may be left.
+    No temporary files of the killed process may remain.
     """
     prepared, place = sample.pipeline, sample.elsewhere("killed")
     dying = multiprocessing.get_context("spawn").Process(target=die, args=(place,))
@@ -79,7 +79,7 @@ def a_kill_while_preparing(sample: Sample) -> str:
 
 
 def share(sample: Sample, rank: int) -> list[Batch]:
-    """Returns the batches of one of PROCESSES ranks; runs in a process of its own."""
+    """Returns the batches of one of PROCESSES ranks; it runs in another process."""
     _say_nothing()
     loader = sample.loader().of_rank(rank, PROCESSES)
     return [
@@ -89,7 +89,7 @@ def share(sample: Sample, rank: int) -> list[Batch]:
 
 
 def die(sample: Sample) -> None:
-    """Ends its process while it prepares; runs in a process of its own."""
+    """Ends its process while it prepares; it runs in another process."""
     steps = itertools.count(1)
 
     def kill(step: str, _: str) -> None:
@@ -107,7 +107,7 @@ def _say_nothing() -> None:
 
 
 def _rows(batch: Batch) -> list[dict[str, np.ndarray]]:
-    """Returns the rows of a batch; those of micro-batches one after the other."""
+    """Returns the rows of a batch, micro-batch by micro-batch."""
     lead = np.ndim(batch[INPUT_IDS]) - 1
     flat = {name: np.asarray(values) for name, values in batch.items()}
     flat = {name: values.reshape(-1, *values.shape[lead:]) for name, values in flat.items()}

@@ -1,11 +1,11 @@
-"""Preparing on a Ray cluster: workers tokenize ranges in tasks, tried again, into a shared folder.
+"""Preparing on a Ray cluster: tasks, retried on failure, tokenize ranges into a shared folder.
 
 The cluster is the one that Ray is connected to, that RAY_ADDRESS names or that runs on this
-machine, else one that is started here for as long as preparing takes.
+machine; otherwise one is started here and stopped after preparing.
 
 A task is some ranges of one dataset. It commits the same bytes that this machine would have
-committed. This process then finishes the token cache from the records that the workers left, so its
-bytes do not show who made it. A task whose worker dies runs again, and finds what was committed.
+committed. This process then finishes the token cache from the workers' records, so its bytes do not
+depend on who made it. A task whose worker dies is retried, and reuses what was committed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from easypipe.core.errors import CacheError, ConfigError, raising, require
 from easypipe.core.protocols import ProgressEvent, ProgressListener, silent
 
-# the most: a task costs only some milliseconds, so larger ones would gain nothing
+# the most: the overhead of a task is only some milliseconds, so larger ones would gain nothing
 RANGES_PER_TASK = 64
-# the least, while there are ranges, so that all workers end at about the same time
+# the least, if there are enough ranges, so that all workers end at about the same time
 TASKS_PER_CPU = 8
 RETRIES = 3  # for a task whose worker or machine died; an error in the data is raised at once
 
@@ -52,9 +52,9 @@ def prepare_on_ray(
     """Commits every pending range by tasks on Ray; `rebuild` makes the same sources in a worker.
 
     Raises:
-        ConfigError: Ray is missing, or the workers wrote into another folder than this machine
+        ConfigError: Ray is missing, or the workers wrote into a different folder than this machine
             sees.
-        CacheError: The workers of a task died again and again.
+        CacheError: The workers of a task died repeatedly.
     """
     waiting = {name: source.missing() for name, source in sources.items()}
     if not any(numbers for numbers, _ in waiting.values()):
@@ -117,7 +117,7 @@ _kept: tuple[str, Mapping[str, Preparable]] | None = None
 
 
 def _result(ray: Any, ready: Any, task: _Task) -> int:
-    """Returns how many rows a finished task went through, or raises what it raised."""
+    """Returns how many rows a finished task processed, or raises its error."""
     try:
         return ray.get(ready)
     except ray.exceptions.RayTaskError as error:
@@ -151,7 +151,7 @@ def _import_ray() -> Any:
 
 @contextlib.contextmanager
 def _cluster(ray: Any) -> Iterator[None]:
-    """Connects to a Ray cluster, and leaves one that was connected before as it was."""
+    """Connects to a Ray cluster, and afterwards keeps a connection that already existed."""
     if ray.is_initialized():
         yield
         return
