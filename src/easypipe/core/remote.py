@@ -258,9 +258,7 @@ def _host(url: str) -> str:
 
 def is_passing(error: BaseException) -> bool:
     """Returns whether another attempt may succeed."""
-    if any(
-        map(_lasting, causes_of(error))
-    ):  # libraries wrap such an error in a transient one
+    if any(map(_lasting, causes_of(error))):  # libraries wrap such an error in a transient one
         return False
     for link in causes_of(error):
         if isinstance(link, ConnectionError | TimeoutError | ShortReadError | OtherAnswerError):
