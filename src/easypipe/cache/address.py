@@ -1,7 +1,7 @@
 """Numba kernels that read mapped token files by address: lengths and EOS flags of documents.
 
 A gather over thousands of files then needs no list of arrays. Callers own the memory: an address is
-only valid while the object it came from lives.
+only valid while the object that it came from exists.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ uint32_at = _pointer("uint32")
 
 @jit
 def _part_of(doc, first_doc, part):  # type: ignore[no-untyped-def]
-    """Returns the part that holds `doc`; tries `part` first, as neighbours mostly lie together."""
+    """Returns the part that holds `doc`; tries `part` first, as neighbours are usually together."""
     if first_doc[part] <= doc < first_doc[part + 1]:
         return part
     return np.searchsorted(first_doc, doc, side="right") - 1

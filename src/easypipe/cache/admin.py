@@ -1,13 +1,12 @@
-"""Lists a cache folder's datasets and clears them, with leftovers that are old and needed nowhere.
+"""Lists a cache folder's datasets and clears them, with old leftovers that nothing needs.
 
 in use    an open reader holds the lock of its manifest (core/locks.py); such a dataset is never
           removed
 leftovers records, tokens and plans that no manifest names: from preparations that did not finish,
-or from files that changed since
+          or from files that changed since
 
-No lock reaches from machine to machine, so in a bucket it is unknown who reads (in_use is False),
-and leftovers that are younger than YOUNG_S stay: they may belong to a preparation that is under
-way.
+Locks do not reach from machine to machine. So in a bucket it is unknown who reads (in_use is
+False), and leftovers younger than YOUNG_S stay: they may belong to a preparation that is running.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class CachedDataset:
 
     @property
     def key(self) -> str:
-        """The name of the manifest without its ending."""
+        """The name of the manifest without its extension."""
         return str(self.path).rpartition("/")[2].removesuffix(".json")
 
 
@@ -75,7 +74,7 @@ class CacheListing:
         path: The folder.
         datasets: Its datasets.
         num_bytes: The bytes of the whole folder.
-        leftover_bytes: The bytes of what no manifest names.
+        leftover_bytes: The bytes of files that no manifest names.
     """
 
     path: Path | str
@@ -102,7 +101,7 @@ class Cleared:
 
 
 def list_cache(cache_dir: Path | CacheFolder) -> CacheListing:
-    """Returns what the cache folder holds; an empty listing if there is no folder."""
+    """Returns the content of the cache folder; an empty listing if there is no folder."""
     folder = folder_of(cache_dir)
     files = files_below(folder.at(), folder.options)
     datasets = _datasets(folder, files)
@@ -124,18 +123,19 @@ def clear_cache(
 ) -> Cleared:
     """Removes datasets from a cache folder, and what no remaining dataset needs.
 
-    If neither age nor name limits the choice, leftovers, plans and indexes go too. What a reader of
-    this machine has open stays.
+    If neither age nor name limits the choice, leftovers, plans and indexes are removed too. Files
+    that a reader of this machine has open stay.
 
     Args:
         cache_dir: The folder.
-        older_than_days: Removes only what was prepared at least so many days ago; None: any age.
+        older_than_days: Removes only datasets that were prepared at least this many days ago; None:
+            any age.
         datasets: Removes only datasets of these names; None: any name.
         dry_run: Removes nothing, and returns what would be removed.
 
     Raises:
-        ConfigError: There is no dataset of a name, or the age is negative.
-        CacheError: A process of this machine prepares in the folder.
+        ConfigError: A dataset of that name does not exist, or the age is negative.
+        CacheError: A process of this machine is preparing in the folder.
     """
     folder = folder_of(cache_dir)
     require(
@@ -179,7 +179,7 @@ def _alone(folder: CacheFolder) -> contextlib.AbstractContextManager[Any]:
     """Keeps processes of this machine from preparing in the folder; in a bucket it can do nothing.
 
     Raises:
-        CacheError: One prepares there already.
+        CacheError: A process already prepares there.
     """
     if folder.remote:
         return contextlib.nullcontext()
@@ -194,7 +194,7 @@ def _alone(folder: CacheFolder) -> contextlib.AbstractContextManager[Any]:
 
 
 def _hold(folder: CacheFolder, key: str, held: contextlib.ExitStack) -> bool:
-    """Returns whether nobody reads `key`; readers are then kept away until `held` ends.
+    """Returns whether no process reads `key`; then readers are kept away until `held` ends.
 
     Args:
         folder: The cache folder.
@@ -210,7 +210,7 @@ def _hold(folder: CacheFolder, key: str, held: contextlib.ExitStack) -> bool:
 
 
 def _remove(folder: CacheFolder, names: Sequence[str], keys: Sequence[str]) -> None:
-    """Removes files, manifests first, as what they name is then no longer promised."""
+    """Removes files, manifests first, so that no manifest names a file that is gone."""
     first = [name for name in names if name.startswith("manifests/")]
     for some in (first, [name for name in names if name not in set(first)]):
         _each(
@@ -277,7 +277,7 @@ def _going(
         everything: Whether leftovers, plans and indexes go too.
     """
     tokens = _token_files(going) - _token_files(staying)
-    # an unreadable manifest may name any file, so no file is surely a leftover
+    # an unreadable manifest may name any file, so no file is certainly a leftover
     if any(one.manifest is None for one in staying):
         everything = False
     named = [f"manifests/{one.key}{end}" for one in going for end in (".json", QUARANTINE)] + [
@@ -301,7 +301,7 @@ def _going(
 
 
 def _young(folder: CacheFolder, found: Found) -> bool:
-    """Returns whether a file may belong to a preparation that another machine has under way."""
+    """Returns whether a file may belong to a preparation that is running on another machine."""
     return folder.remote and time.time() - found.modified < YOUNG_S
 
 
@@ -342,7 +342,7 @@ def _records(folder: CacheFolder, files: Mapping[str, Found]) -> list[tuple[str,
 
 
 def _each(folder: CacheFolder, work: Any, names: Sequence[str]) -> list[Any]:
-    """Returns `work` of every name; several run at a time if each is a request."""
+    """Returns `work(name)` for every name; several run at a time if each is a request."""
     return each(work, names, REQUESTS, "admin") if folder.remote else [*map(work, names)]
 
 
@@ -357,7 +357,7 @@ def _token_files(datasets: Sequence[CachedDataset]) -> set[str]:
 
 
 def _named(files: Mapping[str, Found], top: str, ending: str) -> list[str]:
-    """Returns the files below `top` with this ending, without temporaries."""
+    """Returns the files below `top` with this extension, without temporary files."""
     return [
         name
         for name in files

@@ -65,7 +65,7 @@ class ErrorBudget:
                 )
 
     def require_documents(self, counts: Counts) -> None:
-        """Raises SourceError if not one row became a document."""
+        """Raises SourceError if no row became a document."""
         if counts.docs:
             return
         found = counts.rejects
@@ -95,7 +95,7 @@ def write_quarantine(
     source: ShardedSource,
     column: str,
 ) -> tuple[str, str]:
-    """Writes the bad rows into a file beside the manifest `key`.
+    """Writes the bad rows into a file next to the manifest `key`.
 
     It has one JSON object a line: file, row, reason, detail, raw. Benign rows are not among them.
 
@@ -134,7 +134,7 @@ def write_quarantine(
 def raw_row(source: ShardedSource, shard: int, row: int, column: str) -> str | None:
     """Returns a bad row for people to look at.
 
-    That is the row as its file has it if the source can tell, else its value as JSON.
+    That is the row as it is in its file if the source can tell, otherwise its value as JSON.
     """
     raw = raw_of(source, shard, row)
     if raw is None:

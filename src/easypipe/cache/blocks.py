@@ -1,13 +1,13 @@
 """Checksums of blocks of token files, checked at first touch, before a token reaches a batch.
 
 block   BLOCK bytes of a token file; the last one is shorter
-index   blocks with anything but tokens, masks or values of aligned columns: Arrow's metadata,
-        lengths, EOS flags, row numbers
-flag    a UInt8 for each part's index and for each of its blocks, in this order: 1 once it was
+index   blocks with anything other than tokens, masks or values of aligned columns: Arrow's
+        metadata, lengths, EOS flags, row numbers
+flag    a UInt8 for each part's index and for each of its blocks, in this order: 1 after it was
         checked
 
-A flag is set when its block was compared with its checksum, at the block's first touch; code that
-reads by address looks at the flags.
+A flag is set after its block was compared with its checksum, when the block is first touched. Code
+that reads by address tests the flags.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from easypipe.core.values import Int64
 
 SHIFT = 16
 BLOCK = 1 << SHIFT
-INDEX = -1  # in place of the number of a block
-ROOM = 4096  # the most blocks that are noted at a time
-AHEAD = 7  # how many further blocks are checked with one that was touched
+INDEX = -1  # instead of the number of a block
+ROOM = 4096  # the most blocks that are recorded at a time
+AHEAD = 7  # how many further blocks are checked after one that was touched
 REMAKE = (
     "`easypipe verify CACHE --repair` rebuilds it, or delete it and prepare the dataset "
     "again; only its rows are tokenized again."
 )
 
-_END = 10  # bytes behind an Arrow file's footer: its length, Int32, and the magic
+_END = 10  # bytes after an Arrow file's footer: its length, Int32, and the magic
 _LOW = 0xFFFFFFFF
 
 
@@ -71,7 +71,7 @@ def sums_of(part: Part, file: str) -> NDArray[np.uint32]:
     """Returns the checksums of a part's blocks; none if an earlier version wrote the manifest.
 
     Raises:
-        CacheError: The manifest has another number of them than the file has blocks.
+        CacheError: The manifest does not have a checksum for each block of the file.
     """
     try:
         sums = np.frombuffer(base64.b64decode(part.blocks), "<u4")
@@ -115,7 +115,7 @@ def _damaged(start: int, num_bytes: int, file: str) -> CacheError:
 class BlockChecks:
     """The flags of the parts of one token cache.
 
-    It is thread safe: a block that two threads touch first at once is checked twice.
+    It is thread-safe: a block that two threads first touch at the same time is checked twice.
 
     Attributes:
         addresses: UInt64[P], where the flags of each part begin; 0 if an earlier version wrote the
@@ -168,8 +168,7 @@ class BlockChecks:
             address: The address of the mapped file.
             runs: (address, bytes per token) of the tokens, the masks and the values of each aligned
                 column; address 0 if the part has none.
-            sound: Is called when the index is intact; raises CacheError if what it says is
-                impossible.
+            sound: Called when the index is intact; raises CacheError if its content is impossible.
 
         Raises:
             CacheError: A block of the index is damaged.
@@ -181,7 +180,7 @@ class BlockChecks:
         size, count = info.num_bytes, -(-info.num_bytes // BLOCK)
         self._sums[at + 1 : at + 1 + count] = sums_of(info, self._files[part])
         # The footer says where everything else is, so it is checked first. Arrow has made sure that
-        # nothing lies outside of the file.
+        # nothing is outside the file.
         self.check(part, range(count - 1, count), address)
         footer = int.from_bytes(_bytes(address + max(size - _END, 0), 4), "little")
         self.check(part, range(max(0, size - _END - footer) // BLOCK, count), address)
@@ -202,9 +201,9 @@ class BlockChecks:
             part: The number of the part.
             blocks: The numbers of the blocks.
             address: The address of the mapped file.
-            ahead: How many blocks behind one are checked with it if the one before it was checked:
-                a reader that goes on will touch them, and a call costs as much as a block. A
-                damaged one among them is left to the reader who touches it.
+            ahead: How many blocks after a block are checked with it, if the block before it was
+                checked: a reader that continues will touch them, and a call costs as much as a
+                block. A damaged one among them is reported only when a reader touches it.
 
         Raises:
             CacheError: One of `blocks` is damaged.
@@ -224,7 +223,7 @@ class BlockChecks:
             self._done(at + block, at + stop)
 
     def _intact(self, part: int, block: int, address: int) -> bool:
-        """Returns whether a block has its checksum."""
+        """Returns whether the checksum of a block is right."""
         data = _bytes(address + (block << SHIFT), self._length(part, block))
         return xxh3_64_intdigest(data) & _LOW == self._sums[self._first[part] + 1 + block]
 
@@ -245,14 +244,14 @@ def _bytes(address: int, num_bytes: int) -> pa.Buffer:
 
 
 def noted(todo: Int64) -> dict[int, set[int]]:
-    """Returns the blocks of each part, INDEX among them, that `note` wrote into `todo`."""
+    """Returns the blocks of each part that `note` wrote into `todo`, including INDEX."""
     found: dict[int, set[int]] = {}
     for part, block in zip(*todo.tolist(), strict=True):
         found.setdefault(part, set()).add(block)
     return found
 
 
-# Kernels that look at the flags
+# Kernels that test the flags
 
 
 @jit
@@ -266,7 +265,7 @@ def note(checked_at, file_at, address, num_bytes, part, todo, count):
         num_bytes: Its length.
         part: The number of the part.
         todo: Int64[2, n], part and block of each.
-        count: How many `todo` has.
+        count: How many entries `todo` has.
 
     Returns:
         The new count.
@@ -284,7 +283,7 @@ def note(checked_at, file_at, address, num_bytes, part, todo, count):
 def note_documents(docs, buffers, todo):
     """Adds the unchecked blocks with tokens and masks of `docs` to `todo`, as `note` does.
 
-    INDEX stands for a part's index, which comes first.
+    INDEX means a part's index, which comes first.
 
     Args:
         docs: Int64[n], documents of one cache.

@@ -21,11 +21,12 @@ class CacheConfig:
 
     Args:
         reading: "shards" fetches whole token files, each compared with its checksum; use it to read
-            most of a cache, or neighbouring documents (`order.block_rows`). "ranges" fetches the
+            most of a cache, or of neighbouring documents (`order.block_rows`). "ranges" fetches the
             documents of a batch, in checked blocks of 64 KiB.
         staging_bytes: Bytes of fetched tokens that are kept on this machine's disk, for each
             process and cache folder; the least recently read are removed first.
-        staging_dir: The folder of fetched tokens; None takes the system's temporary one (TMPDIR).
+        staging_dir: The folder of fetched tokens; None takes the system's temporary folder
+            (TMPDIR).
         storage_options: Passed to fsspec: credentials, an endpoint. Never logged, saved or part of
             a fingerprint.
     """

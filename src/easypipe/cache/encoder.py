@@ -1,4 +1,4 @@
-"""The protocols of read rows and of encoders that make documents of them; the hash of documents."""
+"""Protocols of rows that were read and of encoders that make documents from them; their hash."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from easypipe.core.values import Array, Int64, UInt8
 
 
 class RowsRead(Protocol):
-    """The rows of a range that documents can be made of."""
+    """The rows of a range from which documents can be made."""
 
     @property
     def rejects(self) -> tuple[Reject, ...]:
-        """The records of the range that no document can be made of."""
+        """The records of the range that cannot become documents."""
         ...
 
     @property
@@ -30,7 +30,7 @@ class RowsRead(Protocol):
     def num_bytes(self) -> int: ...
 
     def content_hash(self) -> str:
-        """Returns the XXH3-128 of all that decides the documents, whatever buffers it lies in."""
+        """Returns the XXH3-128 of everything that decides the documents, in any buffers."""
         ...
 
 
@@ -45,7 +45,7 @@ class EncodedDocuments:
         batch: The columns of `cache_schema`.
         counts: The counts of the documents; rows and rejects are added by the caller, who knows the
             range.
-        rejects: Rows that were read and became no document.
+        rejects: Rows that were read but did not become documents.
     """
 
     batch: pa.RecordBatch
@@ -56,11 +56,11 @@ class EncodedDocuments:
 class RowEncoder(Protocol[R]):
     """Turns rows into documents.
 
-    Law: row-wise; what a row becomes depends on the row alone.
+    Law: row-wise; the result for a row depends on the row alone.
 
     Attributes:
         columns: The columns of the source that are read; the first is shown for bad rows.
-        label: The name of what is encoded, in errors and manifests.
+        label: The name of the encoded content, in errors and manifests.
         masked: Whether documents have a loss_mask.
         pairs: Whether every document is a pair of answers.
         aligned: Further columns with values for every token.
@@ -77,11 +77,11 @@ class RowEncoder(Protocol[R]):
 
     @property
     def backend(self) -> str:
-        """The name of what encodes, for people; "" if rows are tokens already."""
+        """The name of the library that encodes, for people; "" if rows are tokens already."""
         ...
 
     def key(self) -> str:
-        """Returns the encoding key: a digest of all that decides tokens but the rows."""
+        """Returns the encoding key: a digest of everything that decides tokens except the rows."""
         ...
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> R: ...
@@ -116,7 +116,7 @@ def token_documents(
         schema: The schema of the result.
         offsets: Int64[n + 1]; document i is `ids[offsets[i] : offsets[i + 1]]`.
         ids: The tokens of all documents.
-        ends: UInt8[n], whether each needs no EOS behind it.
+        ends: UInt8[n], whether packing must not add an EOS after each document.
         rows: Int64[n], the row of each.
         mask: UInt8[tokens], the loss mask; None if there is none.
         aligned: The lists of each aligned column.

@@ -1,8 +1,8 @@
 """The folder of a token cache, here or at a URL: how files are summed, checked and committed in it.
 
-What is committed (manifests, records of ranges, tokens; cache/manifest.py has the layout) goes
-through `CacheFolder`, wherever it lies. Locks, indexes, plans and checks of fast tokenizers are
-always in `local`, a folder of this machine.
+Files that are committed (manifests, records of ranges, tokens; cache/manifest.py has the layout) go
+through `CacheFolder`, wherever the folder is. Locks, indexes, plans and checks of fast tokenizers
+are always in `local`, a folder of this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from easypipe.core.errors import EasypipeError, StorageError, raising
 from easypipe.core.remote import StorageOptions
 from easypipe.core.values import JsonObject
 
-CONFIGS = "configs"  # the folder of records which config prepared what (stages/build_record.py)
+# the folder of the records of which config prepared what (stages/build_record.py)
+CONFIGS = "configs"
 STATS = b"easypipe"  # the key of our entry in a token file's metadata
 
 
@@ -33,7 +34,8 @@ class CacheFolder:
     Attributes:
         local: The folder.
         remote: Whether it is at a URL.
-        temporary: Whether it goes with this process, so that no other may make parts of it.
+        temporary: Whether it is deleted with this process, so that no other process may make parts
+            of it.
         options: The storage_options for its files.
     """
 
@@ -45,18 +47,18 @@ class CacheFolder:
         self.local = local
 
     def at(self, *names: str) -> Path | str:
-        """Returns the path or URL with these names below the folder."""
+        """Returns the path or URL of the file with these names below the folder."""
         return self.local.joinpath(*names)
 
     def manifest(self, key: str) -> Path | str:
         return self.at("manifests", f"{key}.json")
 
     def tokens(self, file: str) -> Path | str:
-        """Returns the path or URL of a token file, which is named as in `Part.file`."""
+        """Returns the path or URL of a token file; `file` is named as in `Part.file`."""
         return self.at("tokens", file)
 
     def holds(self, file: str, num_bytes: int, checksum: str) -> bool:
-        """Returns whether a token file is there as it was committed."""
+        """Returns whether a token file exists as it was committed."""
         path = self.local / "tokens" / file
         committed = storage.Stamp(num_bytes=num_bytes, checksum=checksum)
         with raising(StorageError, path, "cannot be read", "Check the path and permissions."):
@@ -80,7 +82,7 @@ class CacheFolder:
         """Returns the bytes of a token file.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: It does not exist.
             OSError: It cannot be read.
         """
         with pa.memory_map(os.fsencode(storage.endless_refused(self.tokens(file)))) as mapped:
@@ -143,7 +145,7 @@ class RemoteFolder(CacheFolder):
             reading: "shards" fetches whole token files, "ranges" ranges of their bytes.
             staging_bytes: The bytes of fetched tokens that are kept while they are read.
             staging_dir: The folder of the file that keeps them; None takes the system's temporary
-                one.
+                folder.
         """
         super().__init__(local)
         storage.filesystem(url, options)
@@ -155,7 +157,7 @@ class RemoteFolder(CacheFolder):
         return "/".join([self.url, *names])
 
     def holds(self, file: str, num_bytes: int, checksum: str) -> bool:
-        """Compares only the size, as what arrived was checked when it was written."""
+        """Compares only the size, because the content was checked when it was written."""
         return storage.size_of(self.tokens(file), self.options) == num_bytes
 
     def content(self, file: str) -> pa.Buffer:
@@ -173,12 +175,12 @@ class RemoteFolder(CacheFolder):
             if read_manifest(path, self.options).parts == manifest.parts:
                 return
         except EasypipeError:
-            pass  # this version cannot read it, which is why the dataset was prepared again
+            pass  # this version cannot read it, and therefore the dataset was prepared again
         storage.commit_bytes(path, data, self.options)
 
     @cached_property
     def staging(self) -> Staging:
-        """The file that the tokens of all datasets of this folder are staged in."""
+        """The file in which the tokens of all datasets of this folder are staged."""
         return Staging(self._staging_dir, self._staging_bytes)
 
 

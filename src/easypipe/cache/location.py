@@ -28,8 +28,8 @@ log = logging.getLogger("easypipe")
 class TemporaryFolder(CacheFolder):
     """A folder below the system's temporary one (TMPDIR).
 
-    It is removed when this object is no longer held, at the latest when the process ends. A process
-    that is killed leaves it behind, as it does every temporary file.
+    It is removed when this object is no longer referenced, at the latest when the process ends. A
+    killed process leaves it, like every temporary file.
     """
 
     temporary = True
@@ -43,8 +43,8 @@ class TemporaryFolder(CacheFolder):
 def _tell_who_writes(folder: Path) -> None:
     """Warns, once for each folder, if other users may write to it.
 
-    They could decide what tokens are read: checksums find damage, not what somebody wrote on
-    purpose.
+    Such users could decide which tokens are read: checksums find damage, but not intentional
+    changes.
     """
     try:
         status = folder.stat()
@@ -63,10 +63,10 @@ def _tell_who_writes(folder: Path) -> None:
 def cache_folder(
     given: str | Path | None, options: CacheConfig | None = None, key: str = "cache_dir"
 ) -> CacheFolder:
-    """Returns the cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's.
+    """Returns a pipeline's cache folder: from the config, EASYPIPE_CACHE, or the user's own.
 
     Args:
-        given: The config's folder; None if it names none.
+        given: The config's folder; None if it has none.
         options: The options for a folder at a URL.
         key: The key of `given`, for error messages.
 
@@ -120,7 +120,7 @@ def cache_folder_of(
         name: The name of the dataset.
         dataset: Its DatasetConfig; None if it has none.
         source: Its rows.
-        context: What the stage was given.
+        context: The context of the stage.
         keep: The stage's `cache_tokenized`; None if it was not set.
 
     Returns:
@@ -134,18 +134,18 @@ def cache_folder_of(
                 "leave it out",
                 name,
             )
-        # streaming uses it only for what is known about a tokenizer
+        # streaming uses it only for facts about a tokenizer
         return own_folder(dataset, context)
     enabled = keep is not False and (dataset is None or dataset.cache_enabled)
     if not enabled:
         return TemporaryFolder()
-    if not info_of(source).cacheable:  # a warning said so when the source was opened
+    if not info_of(source).cacheable:  # a warning said this when the source was opened
         return TemporaryFolder()
     return own_folder(dataset, context)
 
 
 def own_folder(dataset: Any, context: PipelineContext) -> CacheFolder:
-    """Returns the dataset's cache_path, else the cache folder of the pipeline."""
+    """Returns the dataset's cache_path, or else the cache folder of the pipeline."""
     if dataset is None or dataset.cache_path is None:
         return context.cache or CacheFolder(context.cache_dir)
     key = f"dataset {dataset.name!r}, cache_path" if dataset.name else "cache_path"

@@ -1,4 +1,4 @@
-"""The manifest that commits a token cache: its JSON, counts, fingerprint, and what contradicts it.
+"""The manifest that commits a token cache: its JSON, counts, fingerprint, and its contradictions.
 
 cache_dir/
   manifests/<key>.json                 this file; key = digest of the range keys and of how bad
@@ -49,7 +49,7 @@ class Part:
     Args:
         shard: The number of the shard.
         start: The first row.
-        stop: The row behind the last one.
+        stop: The row after the last one.
         docs: How many documents there are.
         tokens: How many tokens they have.
         file: The name of the token file below `tokens/`.
@@ -101,7 +101,7 @@ class TokenizerIdentity:
 
     @property
     def tokens(self) -> TokenInfo:
-        """The declaration of its tokens that sources pass on."""
+        """The description of its tokens that sources pass on."""
         return TokenInfo(
             tokenizer=self.name,
             tokenizer_fingerprint=self.fingerprint,
@@ -132,7 +132,7 @@ class Counts:
         lengths: Documents over max_length by policy; `pieces` and `overlap` of splitting.
         trained: Stored tokens that are targets; None if there is no loss mask.
         equal_pairs: Pairs of answers that are equal; None if documents are not pairs.
-        aligned: How many tokens have values, by aligned column; None if there is none.
+        aligned: How many tokens have values, by aligned column; None if there is no such column.
     """
 
     __pydantic_config__: ClassVar = _EXACT
@@ -159,7 +159,7 @@ class Counts:
         return ledger
 
     def enter(self, ledger: Ledger, dataset: str, *, streamed: bool = False) -> None:
-        """Adds what became of rows, texts and tokens to a ledger.
+        """Adds the fate of rows, texts and tokens to a ledger.
 
         Args:
             ledger: The ledger.
@@ -214,25 +214,26 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about a token cache but the tokens.
+    """Everything about a token cache except the tokens.
 
     Args:
-        dataset: The name that it was prepared as.
+        dataset: The name under which it was prepared.
         key: The name of the manifest: a digest of the range keys and of how bad rows are handled.
-        content_field: What was encoded.
+        content_field: The content that was encoded.
         tokenizer: Its tokenizer.
         shard_names: The names of the source's shards.
         shard_rows: The rows of each shard.
         parts: The ranges, in order.
-        counts: What became of rows and tokens.
-        fingerprint: A digest of the documents: equal wherever the same text met the same tokenizer.
+        counts: The fate of rows and tokens.
+        fingerprint: A digest of the documents: the same text with the same tokenizer always has the
+            same.
         loss_mask: Whether documents have a loss mask.
-        pairs: Whether every document is a pair of answers; the second begins where its loss_mask is
-            SEGMENT_BREAK.
+        pairs: Whether every document is a pair of answers; the second begins at the token whose
+            loss_mask is SEGMENT_BREAK.
         aligned: The columns with values for every token.
-        quarantine: The name of the quarantine file beside this one; "" if there is none.
+        quarantine: The name of the quarantine file next to this one; "" if there is none.
         quarantine_checksum: Its XXH3-128; "" in manifests of earlier versions.
-        facts: What was measured: seconds, bytes, backend.
+        facts: Measured facts: seconds, bytes, backend.
         format: The version of this layout.
     """
 
@@ -265,7 +266,7 @@ def fingerprint_of(tokenizer: TokenizerIdentity, parts: Iterable[Part]) -> str:
 def manifest_json(manifest: Manifest) -> bytes:
     """Returns the bytes of a manifest's file."""
     values = to_dict(manifest)
-    if not manifest.aligned:  # written as before there were aligned columns
+    if not manifest.aligned:  # written as before aligned columns existed
         del values["aligned"], values["counts"]["aligned"]
     return checked_json(values)
 
@@ -274,7 +275,7 @@ def read_manifest(path: str | Path, storage_options: StorageOptions = None) -> M
     """Reads a manifest.
 
     Raises:
-        MissingFileError: There is none.
+        MissingFileError: There is no manifest.
         CacheError: It has another format version, or is not a manifest.
     """
     return parse_manifest(read_bytes(path, storage_options), path)
@@ -308,7 +309,7 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
 
 
 def contradictions(m: Manifest) -> Iterator[str]:
-    """Yields what a manifest says against itself."""
+    """Yields the contradictions within a manifest."""
     docs, tokens = sum(part.docs for part in m.parts), sum(part.tokens for part in m.parts)
     if (docs, tokens) != (m.counts.docs, m.counts.tokens):
         yield (
@@ -349,7 +350,7 @@ _KEYS = tuple(entry.name for entry in dataclasses.fields(Manifest))
 
 
 def check_format(values: Any, path: str | Path) -> None:
-    """Raises CacheError if `values` have another format version than this one."""
+    """Raises CacheError if `values` have a format version other than this one."""
     found = values.get("format") if isinstance(values, dict) else None
     if found != FORMAT:
         raise CacheError(

@@ -1,9 +1,9 @@
-"""Maps token files of this machine to fixed addresses: how many at once, and whether each is sound.
+"""Maps token files of this machine to fixed addresses: how many at once, and whether each is valid.
 
 A process maps at most vm.max_map_count files (only Linux has that limit). Caches are mapped whole
-when they are opened, until those of the process use half of it. From then on each file has its
-place in a reserved stretch of addresses, which costs nothing, and is mapped there while it is read.
-A quarter of the limit is for such files; the least recently read are unmapped first.
+when they are opened, until those of the process use half of it. After that, each file gets a place
+in a reserved range of addresses, which costs nothing, and is mapped there while it is read. A
+quarter of the limit is for such files; the least recently read are unmapped first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FIXED = 0x10  # MAP_FIXED of Linux: replaces what is mapped there
 _NOTHING = 0  # PROT_NONE
 
 _lock = threading.RLock()  # re-entrant, as the garbage collector may run _forget within it
-_standing = 0  # how many files are mapped for as long as their cache lives
+_standing = 0  # how many files are mapped for the lifetime of their cache
 # by (number of MappedFiles, file), the least recently read first
 _open: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
 _numbers = itertools.count()
@@ -54,7 +54,7 @@ def most_maps() -> int:
 
 
 def may_map(owner: _Region, files: int) -> bool:
-    """Returns whether `owner` may map all of its files while it lives, and counts them if so."""
+    """Returns whether `owner` may map all of its files for its lifetime, and counts them if so."""
     global _standing
     with _lock:
         if _standing + files > most_maps() // 2:
@@ -73,7 +73,7 @@ def _give_back(files: int) -> None:
 class _Region:
     """The owner of the addresses that files are mapped to.
 
-    They are given back when neither this object nor a view of what stands there is held.
+    The addresses are released when nothing references this object or a view of its memory.
     """
 
 
@@ -90,10 +90,10 @@ class _Entry:
 
 
 class MappedFiles:
-    """The files of one cache; it implements cache.reader.TokenFiles. It is thread safe.
+    """The files of one cache; it implements cache.reader.TokenFiles. It is thread-safe.
 
     Attributes:
-        stays: Whether all files are mapped for as long as this object lives, so that `hold` has
+        stays: Whether all files are mapped for the lifetime of this object, so that `hold` has
             nothing to do.
     """
 
@@ -101,7 +101,7 @@ class MappedFiles:
         """Reserves addresses for all files, and maps them if they may stay.
 
         Raises:
-            CacheError: There are not enough addresses, or a file is missing or of another size.
+            CacheError: There are not enough addresses, or a file is missing or has another size.
         """
         step = mmap.ALLOCATIONGRANULARITY
         self._paths, self._sizes = paths, [part.num_bytes for part in parts]
@@ -128,7 +128,7 @@ class MappedFiles:
 
     @property
     def most(self) -> int:
-        """The most files that should be held at once; more are held if they must be."""
+        """The most files that should be held at once; more are held if necessary."""
         return sys.maxsize if self.stays else max(1, most_maps() // 4)
 
     def batch(self, i: int) -> pa.RecordBatch:
@@ -187,7 +187,7 @@ class MappedFiles:
         except OSError as error:
             raise CacheError(at=path, problem=f"cannot be read: {error}", fix=AGAIN) from error
         try:
-            # touching a map behind the end of its file would crash the process
+            # touching a map past the end of its file would crash the process
             found = os.fstat(descriptor).st_size
             if found != size:
                 raise CacheError(
@@ -225,15 +225,16 @@ def token_batch(data: pa.Buffer, at: str) -> pa.RecordBatch:
 
 
 def require_sound(batch: pa.RecordBatch, part: Part, at: str) -> None:
-    """Checks the index of a token file against itself and against what was committed.
+    """Checks the index of a token file for consistency and against what was committed.
 
     Args:
-        batch: The documents of the file, of which only the index is read.
+        batch: The documents of the file; only the index is read.
         part: What the manifest says about the file.
         at: The file, for errors.
 
     Raises:
-        CacheError: Documents end outside of the file, or it holds others than were committed.
+        CacheError: Documents end outside the file, or its documents are not those that were
+            committed.
     """
     try:
         batch.validate(full=True)
@@ -251,7 +252,7 @@ def require_sound(batch: pa.RecordBatch, part: Part, at: str) -> None:
 
 
 def _shrink(most: int) -> None:
-    """Unmaps the least recently read files until `most` are left, but none that is being read."""
+    """Unmaps the least recently read files until `most` are left, but not files in use."""
     for _ in range(len(_open)):
         if len(_open) <= most:
             return
@@ -267,7 +268,7 @@ def _shrink(most: int) -> None:
 
 
 def _forget(number: int, region: int, num_bytes: int) -> None:
-    """Unmaps all files of a MappedFiles that is gone."""
+    """Unmaps all files of a MappedFiles that no longer exists."""
     with _lock:
         for key in [key for key in list(_open) if key[0] == number]:
             _open.pop(key, None)
@@ -278,7 +279,7 @@ def _forget(number: int, region: int, num_bytes: int) -> None:
 def _map(
     address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int
 ) -> int | None:
-    """Calls mmap(2), which Python's own mmap cannot be given an address for; None if it fails."""
+    """Calls mmap(2) with an address, which Python's own mmap cannot take; None if it fails."""
     found = _libc().mmap(address, num_bytes, protection, flags, descriptor, 0)
     return None if found is None or found == ctypes.c_void_p(-1).value else int(found)
 

@@ -1,9 +1,9 @@
 """Cuts a source into ranges of rows, by how many bytes; the records that commit each range.
 
 range   rows of one shard that are tokenized, stored and committed together
-recipe  the encoding key: a digest of everything that decides tokens but the text, as cache format,
-tokenizer, length and column
-key     a digest of recipe, shard identity and rows, by which a range is known while its file does
+recipe  the encoding key: a digest of everything that decides tokens except the text, such as cache
+        format, tokenizer, length and column
+key     a digest of recipe, shard identity and rows, which identifies a range while its file does
         not change
 """
 
@@ -28,13 +28,13 @@ from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import is_inside
 from easypipe.core.values import Json, JsonObject
 
-# Bytes at rest of one range. Small files are cut finer, so that every worker gets some. How a file
-# is cut depends on that file alone.
+# Stored bytes of one range. Small files are cut into smaller ranges, so that every worker gets
+# some. How a file is cut depends on that file alone.
 LEAST_BYTES = 4 << 20
 MOST_BYTES = 8 << 20
 PIECES = 16
 ROWS_OF_UNKNOWN_SIZE = 1 << 16
-# part of recipes since texts of white space alone are skipped, as older caches may hold such texts
+# part of recipes since blank texts are skipped, because older caches may hold such texts
 BLANK_TEXTS = "blank texts skipped"
 
 
@@ -53,16 +53,16 @@ class Range:
 class Record:
     """The result of tokenizing a range; on disk, the commit of that range.
 
-    On disk all of it stands side by side, with `rejects` in place of `counts.rejects`.
+    On disk, all of it is one object, with `rejects` in place of `counts.rejects`.
 
     Args:
         part: Its documents.
-        counts: What became of its rows and tokens.
+        counts: The fate of its rows and tokens.
         rejects: The rejected rows.
         shard_name: The name of the shard.
         text: XXH3-128 of the texts and their row numbers.
         text_bytes: The bytes of the texts.
-        encoder: The name of what encoded them.
+        encoder: The name of the library that encoded them.
     """
 
     part: Part
@@ -123,8 +123,8 @@ def _edges(cuts: Sequence[int], rows: int, step: int) -> Iterator[int]:
 def kept_rejects(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
     """Returns the rejects of one range as its record stores them.
 
-    Benign ones are counted; consecutive bad rows of one reason and detail are one Reject with their
-    `count`.
+    Benign rejects are counted; consecutive bad rows with one reason and detail become one Reject
+    with their `count`.
     """
     kept: list[Reject] = []
     for reject in counted(rejects):
@@ -192,10 +192,10 @@ def read_record(
 
 
 def record_of(values: Json, more: Sequence[Reject] = ()) -> Record:
-    """Returns the record in the values of a JSON object.
+    """Returns the record that the values of a JSON object describe.
 
     Args:
-        values: What is stored.
+        values: The stored values.
         more: Rejects that they lack.
 
     Raises:
@@ -226,7 +226,7 @@ def counts_json(counts: Counts) -> JsonObject:
 
 
 def counts_of(values: Json) -> Counts:
-    """Returns the counts that `counts_json` gave, without rows and their rejects."""
+    """Returns the counts that `counts_json` returned, without rows and their rejects."""
     return shaped(Counts, {name: values[name] for name in _COUNTS if name in values})
 
 

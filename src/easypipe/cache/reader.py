@@ -60,7 +60,7 @@ _NONE = np.empty(0, np.int64)
 class Buffers(NamedTuple):
     """The addresses of all parts in memory, for kernels; there are P parts.
 
-    They are valid while the TokenCache that returned them lives.
+    They are valid while the TokenCache that returned them exists.
 
     Attributes:
         first_doc: Int64[P+1], the documents before each part, and in all.
@@ -69,7 +69,7 @@ class Buffers(NamedTuple):
             there are documents.
         mask_address: UInt64[P], the uint8 loss_mask, one per token; 0 if every token is a target.
         eos_address: UInt64[P], a uint8 per document (schema.HAS_EOS): 1 if packing adds no EOS
-            behind it.
+            after it.
         file_address: UInt64[P], the first byte of the part's file.
         checked_address: UInt64[P], flags of the blocks that were checked (cache/blocks.py); 0 if
             nothing has to be checked.
@@ -87,18 +87,18 @@ class Buffers(NamedTuple):
 
 
 class TokenFiles(Protocol):
-    """The token files of a cache as memory at addresses that do not change.
+    """The token files of a cache as memory at fixed addresses.
 
-    Law: `addresses[i]` holds the bytes of file i while a document of it is held, and its index
-    alone while only that is held. The index is all but tokens and masks: lengths, EOS marks, row
-    numbers and Arrow's metadata.
+    Law: while a document of file i is held, `addresses[i]` holds the bytes of that file. While only
+    its index is held, it holds the index. The index is everything except tokens and masks: lengths,
+    EOS marks, row numbers and Arrow's metadata.
     """
 
     addresses: UInt64
 
     @property
     def stays(self) -> bool:
-        """Whether all files are in memory for as long as this object, or a view of it, lives."""
+        """Whether all files are in memory for the lifetime of this object, or of a view of it."""
         ...
 
     @property
@@ -119,11 +119,11 @@ class TokenFiles(Protocol):
 
         Args:
             files: Int[n], numbers of files.
-            docs: Int64[n], the document of each file that is held; None holds the index alone.
+            docs: Int64[n], the document of each file that is held; None holds only the index.
 
         Raises:
             StorageError: A file cannot be fetched.
-            CacheError: A file is not what was committed.
+            CacheError: A file differs from what was committed.
         """
         ...
 
@@ -131,14 +131,14 @@ class TokenFiles(Protocol):
 class TokenCache(Source):
     """A token cache as documents by number, and as a source of rows.
 
-    The rows keep the row numbers of the source that they were made from.
+    The rows keep the row numbers of the source from which they were made.
 
-    Law: `read(shard, a, b)` gives what tokenizing rows a to b of that shard of the source gives.
-    Only a few words per part are held in anonymous memory. It is thread safe.
+    Law: `read(shard, a, b)` returns what tokenizing rows a to b of that shard of the source
+    returns. Only a few words per part are in anonymous memory. It is thread-safe.
 
     Raises:
-        CacheError: At opening, a file is missing, cut short or foreign; later, a block that is
-            touched for the first time is damaged, before a token of it is handed out.
+        CacheError: At opening, a file is missing, cut short or foreign. Later, a block is damaged;
+            this is found when the block is first touched, before a token of it is returned.
     """
 
     def __init__(
@@ -148,13 +148,13 @@ class TokenCache(Source):
 
         Args:
             path: The manifest.
-            dataset: The name to report under; None takes the one that the cache was prepared as.
-            folder: The folder of the manifest, needed if it is not on this machine; kept for as
-                long as this object lives.
+            dataset: The name to report under; None takes the name under which it was prepared.
+            folder: The folder of the manifest, needed if it is not on this machine; kept for the
+                lifetime of this object.
         """
         self.folder = folder or CacheFolder(Path(path).parent.parent)
         self.path: Path | str = str(path) if self.folder.remote else Path(path)
-        # The lock is held as long as this object lives, so that nobody clears what it maps.
+        # The lock is held for the lifetime of this object, so that no process clears what it maps.
         mapped = isinstance(self.path, Path) and self.path.exists()
         self._mark = locks.mark_reader(self.folder.local, Path(path).stem) if mapped else None
         self.manifest: Manifest = read_manifest(self.path, self.folder.options)
@@ -166,7 +166,7 @@ class TokenCache(Source):
         tokens = self.folder.at("tokens")  # pathlib takes a tenth of the time of opening
         self._names = [f"{tokens}/{part.file}" for part in self._parts]
         self._files: TokenFiles
-        # There are none for a bucket, whose files are checked when they are fetched.
+        # A bucket has none: its files are checked when they are fetched.
         self._blocks = BlockChecks((), ())
         if isinstance(self.folder, RemoteFolder):
             staging, options, reading = (
@@ -188,7 +188,7 @@ class TokenCache(Source):
     def fingerprint(self) -> str:
         """A digest of the content.
 
-        The same text under the same tokenizer has the same fingerprint, wherever and whenever it
+        The same text under the same tokenizer has the same fingerprint, no matter where and when it
         was prepared.
         """
         return self.manifest.fingerprint
@@ -234,7 +234,7 @@ class TokenCache(Source):
 
     @property
     def aligned(self) -> tuple[AlignedColumn, ...]:
-        """The columns whose values travel with the tokens, beside the loss mask."""
+        """The columns whose values travel with the tokens, in addition to the loss mask."""
         return self.manifest.aligned
 
     @property
@@ -244,7 +244,7 @@ class TokenCache(Source):
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards of the source, whose cuts are where parts begin."""
+        """The shards of the source; their cuts are the rows where parts begin."""
         cuts: list[list[int]] = [[] for _ in self.manifest.shard_names]
         num_bytes = [0] * len(cuts)
         for part in self.manifest.parts:
@@ -300,11 +300,11 @@ class TokenCache(Source):
         return self._of_each(docs, list_lengths, self._buffers.offsets_address, np.int32)
 
     def has_eos(self, docs: Int64) -> Bools:
-        """Returns for each of `docs` (Int64[n]) whether packing adds no EOS behind it: Bool[n]."""
+        """Returns for each of `docs` (Int64[n]) whether packing adds no EOS after it: Bool[n]."""
         return self._of_each(docs, byte_values, self._buffers.eos_address, np.bool_)
 
     def count_without_eos(self) -> int:
-        """Returns how many documents get an EOS behind them in packing."""
+        """Returns how many documents get an EOS after them in packing."""
         found = 0
         for first in range(0, len(self._parts), self._files.most):
             stop = min(first + self._files.most, len(self._parts))
@@ -326,9 +326,9 @@ class TokenCache(Source):
         return self.manifest.shard_names[self._parts[part].shard], row
 
     def buffers(self) -> Buffers:
-        """Returns addresses for kernels, valid for as long as this object lives.
+        """Returns addresses for kernels, valid for the lifetime of this object.
 
-        If `comes_and_goes`, there is something at an address only while `pin` holds it.
+        If `comes_and_goes`, an address is valid only while `pin` holds its document.
         """
         return self._buffers
 
@@ -351,16 +351,17 @@ class TokenCache(Source):
 
     @contextlib.contextmanager
     def pin(self, docs: Int64) -> Iterator[None]:
-        """Holds documents for the length of the block; the one way to read them by address.
+        """Holds documents for the duration of the block; the only way to read them by address.
 
-        They are fetched, mapped, and checked at their first touch, and stand where `buffers` says.
+        They are fetched, mapped, and checked when first touched, and are at the addresses of
+        `buffers`.
 
         Args:
             docs: Int64[n], the numbers of the documents.
 
         Raises:
             StorageError: They cannot be fetched.
-            CacheError: A file is not what was committed.
+            CacheError: A file differs from what was committed.
         """
         if self._files.stays:
             self._check_documents(docs)
@@ -389,7 +390,7 @@ class TokenCache(Source):
     def pending(self) -> bool:
         """Whether some blocks have not been compared with their checksums yet.
 
-        Kernels then have to look at the flags, and `check` what was not.
+        If so, kernels have to test the flags, and `check` the blocks that are not flagged.
         """
         return self._blocks.pending
 
@@ -429,7 +430,7 @@ class TokenCache(Source):
         """Returns the addresses in all files.
 
         Raises:
-            CacheError: A file does not hold what the manifest says.
+            CacheError: The content of a file differs from the manifest.
         """
         where = np.zeros((4, len(self._parts)), np.uint64)
         for i, part in enumerate(self._parts):
@@ -479,7 +480,7 @@ class TokenCache(Source):
         address: UInt64,
         kind: type,
     ) -> Array:
-        """Returns what `kernel(docs, first_doc, address, out)` writes for all of `docs`.
+        """Returns the output of `kernel(docs, first_doc, address, out)` for all of `docs`.
 
         It takes some documents at a time if not all files may be mapped at once.
 
@@ -538,7 +539,7 @@ class TokenCache(Source):
 
 @contextlib.contextmanager
 def pin(caches: Sequence[TokenCache], dataset: Integers, docs: Int64) -> Iterator[None]:
-    """Holds documents of several caches for the length of the block, as `TokenCache.pin` does.
+    """Holds documents of several caches for the duration of the block, as `TokenCache.pin` does.
 
     Documents that a cache does not have are left for the reader to report.
 
@@ -558,7 +559,7 @@ def pin(caches: Sequence[TokenCache], dataset: Integers, docs: Int64) -> Iterato
 def cache_schema(
     vocab_size: int, *, loss_mask: bool = False, aligned: Sequence[AlignedColumn] = ()
 ) -> pa.Schema:
-    """Returns the columns of a token file; tokens that are made without a cache have the same."""
+    """Returns the columns of a token file, and of tokens that are made without a cache."""
     fields = [
         pa.field(INPUT_IDS, token_list(vocab_size), nullable=False),
         pa.field(HAS_EOS, pa.uint8(), nullable=False),

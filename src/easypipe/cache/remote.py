@@ -2,14 +2,14 @@
 
 part     a token file (cache/manifest.py), given a place in the sparse file that begins at a page;
          its map exists from the start, its tokens do not
-index    all of a part but tokens and masks: lengths, EOS flags, row numbers and Arrow's metadata;
-         fetched when the part is opened
-block    BLOCK bytes of a part with a checksum, fetched and checked as one; it is dropped again if
-         it holds only tokens or masks
+index    all of a part except tokens and masks: lengths, EOS flags, row numbers and Arrow's
+         metadata; fetched when the part is opened
+block    BLOCK bytes of a part with a checksum, fetched and checked as one; it may be dropped
+         later if it holds only tokens or masks
 
-The file is unlinked as soon as it is open, so that it goes with the process, however that ends.
-`StagedFiles.hold` fetches what is asked for and keeps it for the length of its block; beyond
-`capacity` the least recently used parts give their blocks back to the file system.
+The file is unlinked as soon as it is open, so that it disappears with the process, however that
+ends. `StagedFiles.hold` fetches what is asked for and keeps it for the duration of its block.
+Beyond `capacity` the least recently used parts release their blocks to the file system.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # fallocate(2)
 class Staging:
     """The sparse file that holds fetched blocks; the least recently used parts are dropped first.
 
-    It is thread safe.
+    It is thread-safe.
 
     Attributes:
         capacity: The bytes of blocks that it may hold.
         used: The bytes of blocks that it holds.
-        fetched_bytes: The bytes that were fetched in all.
+        fetched_bytes: The total bytes that were fetched.
         pool: The threads that fetch.
     """
 
@@ -66,7 +66,7 @@ class Staging:
         """Makes the file.
 
         Args:
-            folder: Where it is; None takes the system's temporary folder.
+            folder: The folder of the file; None takes the system's temporary folder.
             capacity: As in Attributes.
 
         Raises:
@@ -92,9 +92,9 @@ class Staging:
         self.pool = Threads(REQUESTS, thread_name_prefix="easypipe-stage")
 
     def reserve(self, num_bytes: int) -> tuple[int, memoryview]:
-        """Returns offset and map of room for a part; no disk is used yet.
+        """Returns the offset and map of space for a part; no disk is used yet.
 
-        Many parts share a map, as the number of maps of a process is limited.
+        Many parts share a map, because the number of maps of a process is limited.
         """
         with self._lock:
             base, step = self._size, max(BLOCK, mmap.ALLOCATIONGRANULARITY)
@@ -128,13 +128,13 @@ class Staging:
             self._parts.move_to_end(part.base)
 
     def grow(self, num_bytes: int) -> None:
-        """Counts so many more bytes of pinned parts, and drops other parts beyond capacity."""
+        """Counts this many more bytes of pinned parts, and drops other parts beyond capacity."""
         with self._lock:
             self.used += num_bytes
             self._shrink()
 
     def unpin(self, part: StagedPart) -> None:
-        """Lets `part` be dropped again, once nobody else has pinned it."""
+        """Lets `part` be dropped again, after everyone has unpinned it."""
         with self._lock:
             part.pins -= 1
             self._shrink()
@@ -157,7 +157,7 @@ class Staging:
             )
 
     def punch(self, offset: int, length: int) -> None:
-        """Gives room back to the file system; the bytes read as zeros afterwards."""
+        """Returns space to the file system; the bytes read as zeros afterwards."""
         if sys.platform != "linux":
             problem = "staged tokens can be removed only on Linux"
             raise StorageError(
@@ -185,7 +185,7 @@ class StagedPart:
         """Opens the file and fetches its index.
 
         Raises:
-            CacheError: The file is gone, of another size, damaged or no token file.
+            CacheError: The file is gone, has another size, is damaged, or is not a token file.
         """
         self.part, self.url, self.pins = part, url, 0
         self._sums = sums_of(part, url)
@@ -213,9 +213,9 @@ class StagedPart:
             (start, start + int(self.offsets[-1]) * width)
             for start, width in zip(self.starts, self.widths, strict=True)
         ]
-        # (first, stop) of blocks that hold nothing of the index, and so may be dropped
+        # (first, stop) of blocks that hold no part of the index, and so may be dropped
         self._inside = [(-(-start // BLOCK), stop // BLOCK) for start, stop in data]
-        at = 0  # the index is what lies between tokens and masks
+        at = 0  # the index is everything between tokens and masks
         for start, stop in [*data, (part.num_bytes, part.num_bytes)]:
             self._bring_missing(at, start)
             at = stop
@@ -231,7 +231,7 @@ class StagedPart:
         else:
             self._bring(0, head)
             self._bring(size - tail, size)
-            at = 8  # behind the magic come schema and batch, each with its length in front
+            at = 8  # after the magic come schema and batch, each preceded by its length
             for _ in range(2):
                 self._bring_missing(at, min(at + 8, size))
                 at += 8 + int.from_bytes(self.map[at + 4 : at + 8], "little")
@@ -247,7 +247,7 @@ class StagedPart:
             self._bring(a, b)
 
     def _bring(self, start: int, stop: int) -> None:
-        """Fetches the blocks with bytes `start` to `stop`, and notes that they are here."""
+        """Fetches the blocks with bytes `start` to `stop`, and records that they are here."""
         start, stop = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, self.part.num_bytes)
         try:
             self._fetch(start, stop)
@@ -258,7 +258,7 @@ class StagedPart:
         self._known.append((start, stop))
 
     def _fetch(self, start: int, stop: int) -> None:
-        """Fetches and checks bytes `start` to `stop`, which are whole blocks."""
+        """Fetches and checks bytes `start` to `stop`, which must be whole blocks."""
         data = storage.read_range(self.url, start, stop, self._options)
         check_fetched(data, start, self._sums, self.url)
         self._staging.write(self.base + start, data)
@@ -304,7 +304,7 @@ class StagedPart:
         self._staging.write(self.base, data)
 
     def drop(self) -> int:
-        """Gives the room of its tokens back; returns how many bytes that are."""
+        """Releases the space of its tokens; returns how many bytes that are."""
         for first, last in self._inside:
             if last > first and self.blocks[first:last].any():
                 self._staging.punch(self.base + first * BLOCK, (last - first) * BLOCK)
@@ -316,7 +316,7 @@ class StagedPart:
 class StagedFiles:
     """The parts of one token cache in a bucket; it implements cache.reader.TokenFiles.
 
-    It is thread safe. With `reading` "shards" it fetches whole parts, with "ranges" blocks; both
+    It is thread-safe. With `reading` "shards" it fetches whole parts, with "ranges" blocks; both
     are checked.
     """
 
@@ -361,7 +361,7 @@ class StagedFiles:
                 for i in np.unique(files).tolist():
                     part = self.parts[i]
                     locks.enter_context(part.lock)
-                    self._staging.pin(part)  # before looking at which of its blocks are here
+                    self._staging.pin(part)  # before testing which of its blocks are here
                     held.append(part)
                     blocks = (
                         np.arange(part.blocks.size)
@@ -375,7 +375,7 @@ class StagedFiles:
                 self._staging.grow(sum(absent.size for _, absent in coming) * BLOCK)
                 try:
                     _all(self._staging.pool, work)
-                # On any failure, Ctrl-C included, the counted room is given back. Blocks that did
+                # On any failure, including Ctrl-C, the counted space is released. Blocks that did
                 # arrive are fetched again later.
                 except BaseException:
                     self._staging.grow(-sum(absent.size for _, absent in coming) * BLOCK)
@@ -392,7 +392,7 @@ class StagedFiles:
 def _all(pool: Threads, work: Iterable[Callable[[], Any]]) -> list[Any]:
     """Runs all of `work` at once, and returns the results in order.
 
-    When all have ended, the first failure is raised.
+    After all have ended, the first failure is raised.
     """
     running = [pool.submit(one) for one in work]
     failures = [failure for one in running if (failure := one.exception()) is not None]
@@ -402,7 +402,7 @@ def _all(pool: Threads, work: Iterable[Callable[[], Any]]) -> list[Any]:
 
 
 def _missing(start: int, stop: int, known: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the stretches of `start` to `stop` that are in none of `known`."""
+    """Returns the parts of `start` to `stop` that are not in any of `known`."""
     gaps = [(start, stop)] if stop > start else []
     for a, b in known:
         gaps = [

@@ -1,7 +1,7 @@
-"""Repairs a token cache: what verify.py found broken is set aside and made again from the source.
+"""Repairs a token cache: broken files that verify.py found are set aside and made again.
 
-What is intact stays as it is, byte for byte. A broken file is set aside, not deleted, until there
-is a new one: a repair that fails leaves everything as it was.
+They are made from the source. Intact files stay unchanged, byte for byte. A broken file is set
+aside, not deleted, until there is a new one: a repair that fails leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger("easypipe")
 def repair_cache(
     folder: CacheFolder, broken: Sequence[Verification], writers: Sequence[CacheWriter[Any]]
 ) -> None:
-    """Repairs what is broken in `folder`, as far as one of `writers` fills it.
+    """Repairs what is broken in `folder`, if one of `writers` fills it.
 
-    If filling fails, its error is raised and all is as it was.
+    If filling fails, its error is raised and everything is as before.
 
     Args:
         folder: The folder of the token cache.
-        broken: What `verify` found.
+        broken: The findings of `verify`.
         writers: Writers of the datasets of a config.
 
     Raises:
@@ -71,7 +71,7 @@ def broken_files(found: Verification) -> set[str]:
 
 
 def place_of(path: str | Path) -> str:
-    """Returns a path or URL in the one spelling under which places are compared."""
+    """Returns a path or URL in the spelling in which places are compared."""
     if storage.is_remote(path):
         return str(path).rstrip("/")
     return str(Path(os.path.expanduser(str(path).removeprefix("file://"))).absolute())
@@ -81,8 +81,8 @@ def place_of(path: str | Path) -> str:
 def aside(files: Iterable[str], options: StorageOptions) -> Generator[dict[str, bytes]]:
     """Sets files aside for the block; removes them when it ends, and puts them back if it raises.
 
-    Meanwhile they stand beside their places, in a bucket too, so that a process that is killed
-    leaves them there.
+    Meanwhile they are next to their places, in a bucket too, so that a killed process leaves them
+    there.
 
     Yields:
         The bytes of the JSON files.
@@ -120,7 +120,7 @@ def _move(file: str, there: str, options: StorageOptions) -> None:
 
 
 def _keep_the_old_facts(path: str, before: bytes | None, options: StorageOptions) -> None:
-    """Restores the old manifest if the new one differs only in what was measured."""
+    """Restores the old manifest if the new one differs only in measured facts."""
     if before is None:
         return
     try:

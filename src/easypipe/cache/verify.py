@@ -46,7 +46,7 @@ class Problem:
     Args:
         at: Where it is.
         what: What is wrong.
-        file: The file to make again; None if no file is to blame.
+        file: The file to make again; None if no file is the cause.
     """
 
     at: str
@@ -122,13 +122,13 @@ def verify_manifest(folder: CacheFolder, key: str) -> Verification:
 
 
 def verify_records(folder: CacheFolder) -> Iterator[Verification]:
-    """Verifies the records of ranges, which a later preparation would use again.
+    """Verifies the records of ranges, which a later preparation would reuse.
 
-    Records whose tokens are gone or damaged are passed over: their manifest's verification reports
-    that, and a preparation notices it.
+    Records with missing or damaged tokens are skipped: their manifest's verification reports that,
+    and a preparation notices it.
 
     Yields:
-        One Verification if there is a problem, else nothing.
+        One Verification if there is a problem, otherwise nothing.
     """
     ranges = folder.at("ranges")
     paths = [
@@ -165,12 +165,12 @@ def verify_records(folder: CacheFolder) -> Iterator[Verification]:
 
 
 def check_tokenizer(tokens: TokenInfo, manifest: str) -> tuple[list[Problem], tuple[str, ...]]:
-    """Checks that the tokenizer of that name still encodes as it did.
+    """Checks that the tokenizer with that name still encodes as before.
 
-    Its fingerprint covers its files and what it makes of a fixed text.
+    Its fingerprint covers its files and its tokens of a fixed text.
 
     Args:
-        tokens: What was recorded with the tokens.
+        tokens: The facts that were recorded with the tokens.
         manifest: The file that records it.
 
     Returns:
@@ -202,9 +202,9 @@ def same_tokenizer_again(name: str, fingerprint: str) -> Tokenizer:
         fingerprint: The fingerprint that was recorded with them.
 
     Raises:
-        TokenizerError: It cannot be found, or what is found encodes differently.
+        TokenizerError: It cannot be found, or the tokenizer that is found encodes differently.
     """
-    # the one option of a TokenizerConfig that the fingerprint depends on, beside the files
+    # the only option of a TokenizerConfig on which the fingerprint depends, besides the files
     for special in (False, True):
         found = load_tokenizer(TokenizerConfig(name_or_path=name, add_special_tokens=special))
         if found.fingerprint == fingerprint:
@@ -271,7 +271,7 @@ def _wrong_part(
             wrong = wrong or "its tokens have another hash"
     except (CacheError, pa.ArrowException, OSError, ValueError) as error:
         wrong = f"cannot be read: {error}"
-    if wrong:  # its bytes are those that were committed, so the manifest is what changed
+    if wrong:  # its bytes are those that were committed, so the manifest has changed
         what = f"{wrong}, though its checksum is right"
         yield Problem(at=at, what=what, file=str(folder.manifest(m.key)))
 
@@ -303,7 +303,7 @@ def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
 
 
 def _held(folder: CacheFolder, file: str) -> tuple[str, JsonObject] | None:
-    """Returns the checksum of a token file, and what it holds; None if it is unreadable."""
+    """Returns the checksum and the content of a token file; None if it is unreadable."""
     try:
         data = folder.content(file)
         batch = token_batch(data, file)

@@ -1,8 +1,8 @@
-"""CacheWriter fills a token cache by threads: it tokenizes or reuses ranges, commits a manifest.
+"""CacheWriter fills a token cache with threads: it tokenizes or reuses ranges, commits a manifest.
 
-Whatever was committed is used again: a range whose file did not change is not read, and one whose
-text did not change is not tokenized. A process that is killed leaves committed ranges behind, and
-the next one goes on from there. The layout of the folder is in cache/manifest.py.
+Everything that was committed is reused: a range whose file did not change is not read, and a range
+whose text did not change is not tokenized. A killed process leaves committed ranges, and the next
+one continues from there. The layout of the folder is in cache/manifest.py.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ R = TypeVar("R", bound=RowsRead)
 # how many ranges may wait for the disk, or for a bucket, while others are tokenized
 SYNCS = 3
 UPLOADS = 8
-# how many ranges may be done behind one whose server keeps it waiting; their records are held
+# how many later ranges may be finished while one waits for its server; their records are held
 AHEAD = 256
-_telling = threading.RLock()  # several datasets may be prepared at once, and tell one listener
+_telling = threading.RLock()  # several datasets may be prepared at once, and report to one listener
 
 
 @dataclass(kw_only=True, eq=False)
 class CacheWriter(Generic[R]):
     """Fills the token cache of one dataset.
 
-    It is thread safe, and reads no rows until a method needs them.
+    It is thread-safe, and reads no rows until a method needs them.
 
     Args:
         source: The rows.
@@ -82,10 +82,12 @@ class CacheWriter(Generic[R]):
         folder: The cache folder.
         on_error: What happens at a bad row (null, empty, not a string, rejected by the source):
             "error" stops, "skip" leaves it out and counts it by reason, "quarantine" also writes it
-            to a file beside the manifest.
-        max_bad_rows: Stops at the first bad row after so many, counted in the order of the shards.
-        num_workers: Ranges in work at a time, each held in memory; None takes one per core.
-        progress: Is called after every range.
+            to a file next to the manifest.
+        max_bad_rows: Stops at the first bad row after this many, counted in the order of the
+            shards.
+        num_workers: How many ranges are processed at a time, each held in memory; None: one per
+            core.
+        progress: Called after every range.
         stage: The stage that its progress events name.
         when_made: Called with the key of the manifest when `fill` has made or found it.
 
@@ -118,8 +120,8 @@ class CacheWriter(Generic[R]):
     def ranges(self) -> Sequence[Range]:
         """Returns all rows of the source cut into ranges; reads no text.
 
-        The result is remembered: thousands of shards are cut once in a process, and not again for
-        every part of them.
+        The result is kept: thousands of shards are cut once in a process, and not again for every
+        part of them.
 
         Raises:
             SourceError: The rows of a shard cannot be counted.
@@ -154,7 +156,7 @@ class CacheWriter(Generic[R]):
         return [i for i, one in enumerate(ranges) if self._record(one) is None], len(ranges)
 
     def is_filled(self) -> bool:
-        """Returns whether the token cache can be opened as it is."""
+        """Returns whether the token cache can be opened without further work."""
         try:
             TokenCache(self.path(), folder=self.folder)
         except (CacheError, FileNotFoundError):
@@ -162,10 +164,11 @@ class CacheWriter(Generic[R]):
         return True
 
     def fill(self, *, again: bool = False) -> TokenCache:
-        """Returns the token cache, opened if it is complete, finished if it was begun.
+        """Returns the token cache: opened if it is complete, finished if it was begun.
 
         Args:
-            again: Looks at its files again; else every later call returns the same object.
+            again: Whether to examine its files again; otherwise every later call returns the same
+                object.
 
         Raises:
             SourceError: A column is missing, or a row is bad.
@@ -185,8 +188,8 @@ class CacheWriter(Generic[R]):
     def fill_part(self, numbers: Sequence[int]) -> int:
         """Tokenizes and commits some ranges without writing the manifest.
 
-        `fill` finds them done, on any machine. It also charges their bad rows to the budget, in
-        their order. Errors are those of `fill`.
+        `fill` then finds them done, on any machine. It also charges their bad rows to the budget,
+        in order. The errors are those of `fill`.
 
         Args:
             numbers: The numbers of the ranges.
@@ -211,7 +214,7 @@ class CacheWriter(Generic[R]):
     def _opened(self, key: str) -> TokenCache | None:
         """Returns the cache; None if it was never finished, or if a file is gone or damaged.
 
-        The caller then makes what is missing.
+        The caller then makes the missing files.
         """
         try:
             cache = TokenCache(self.folder.manifest(key), dataset=self.dataset, folder=self.folder)
@@ -291,7 +294,7 @@ class CacheWriter(Generic[R]):
 
 
 class _Work(Generic[R]):
-    """Threads at work on ranges, and what they count."""
+    """Threads that process ranges, and their counts."""
 
     def __init__(self, writer: CacheWriter[R], ranges: Sequence[Range]) -> None:
         self._writer, self._ranges = writer, ranges
@@ -306,7 +309,7 @@ class _Work(Generic[R]):
         self.num_rows = sum(piece.stop - piece.start for piece in ranges)
 
     def records(self) -> Generator[Record]:
-        """Yields the record of each range in order, whatever order they are finished in."""
+        """Yields the record of each range in order, no matter in which order they are finished."""
         rows = 0
         # a single range needs no thread
         made = self._by_threads() if len(self._ranges) > 1 else map(self._process, self._ranges)
@@ -327,10 +330,10 @@ class _Work(Generic[R]):
                 self._writer.progress(event)
 
     def _by_threads(self) -> Generator[Record]:
-        """Does what `records` does, with a bounded number of ranges under way.
+        """Does what `records` does, with a bounded number of ranges in progress.
 
-        There are more threads than work at a time, as committing is waiting for the disk or the
-        store, and reading may be.
+        There are more threads than processing needs, because committing waits for the disk or the
+        store, and reading may wait too.
         """
         under_way: deque[Future[Record]] = deque()
         waiting = iter(self._ranges)
@@ -348,7 +351,7 @@ class _Work(Generic[R]):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def facts(self, seconds: float) -> JsonObject:
-        """Returns what was measured, for people."""
+        """Returns measured facts, for people."""
         facts: JsonObject = {"seconds": round(seconds, 3), "text_bytes": self._text_bytes}
         # if some ranges were done before, or elsewhere, the seconds do not cover all of them
         if not self._done["ranges_reused"]:
@@ -362,7 +365,7 @@ class _Work(Generic[R]):
         return facts | {name: self._done[name] for name in names}
 
     def _process(self, piece: Range) -> Record:
-        """Reads, tokenizes and commits one range, as far as that is not done.
+        """Reads, tokenizes and commits one range, except for steps that are done already.
 
         It runs on a worker thread.
         """
@@ -378,7 +381,7 @@ class _Work(Generic[R]):
             write_record(record_path(self._folder, piece), record, self._folder.options)
             return record
         except Exception as error:
-            # so says Arrow where the limit of memory leaves no room for a thread's stack
+            # Arrow says this if the memory limit leaves no space for a thread's stack
             no_thread = isinstance(error, pa.ArrowException) and "worker thread" in str(error)
             if no_thread or isinstance(error, MemoryError):
                 raise CacheError(
@@ -397,7 +400,7 @@ class _Work(Generic[R]):
     def _store(self, piece: Range, name: str) -> Record:
         """Returns the record of a range whose token file is in place.
 
-        The file is written now, or found under the name that its content gives it.
+        The file is written now, or found under the name that follows from its content.
         """
         source, encoder = self._writer.source, self._encoder
         span = piece.shard, piece.start, piece.stop
@@ -419,7 +422,7 @@ class _Work(Generic[R]):
                 }
                 found = said, TokenStamp(num_bytes=0, checksum="")
                 self._count(documents_encoded=rows.num_texts, ranges_written=1)
-            del rows  # freed before the commit, as rows are larger than their tokens
+            del rows  # freed before the commit, because rows are larger than their tokens
         said, stamp = found
         if batch is None:
             self._count(ranges_found_by_content=1)
@@ -446,7 +449,7 @@ class _Work(Generic[R]):
         """Returns the metadata and the stamp of a token file that is already there.
 
         Args:
-            file: The name of the file, which its content gives it.
+            file: The name of the file, which follows from its content.
             piece: The range whose documents it should hold.
             rejects: The rows of the range that were not passed on.
 
@@ -490,5 +493,5 @@ def _leaks(said: JsonObject, piece: Range, rejects: Sequence[Reject]) -> bool:
 
 
 def cores() -> int:
-    """Returns the cores that this process may use; only Linux tells which those are."""
+    """Returns the number of cores that this process may use; only Linux reports which they are."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

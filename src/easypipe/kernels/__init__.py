@@ -1,6 +1,6 @@
-"""Kernels of the loss and of attention, behind one api each.
+"""Kernels of the loss and of attention, each with one api.
 
-Names are loaded when first used: they import jax, which preparing data does not need.
+Names are loaded when first used: they import jax, which is not needed to prepare data.
 """
 
 from easypipe.core.lazy import lazy_exports

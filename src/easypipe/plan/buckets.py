@@ -34,16 +34,16 @@ def bucket_widths(counts: Int64, buckets: int) -> tuple[int, ...]:
 
     Each row takes the first width that holds it.
 
-    Law: of all sets of so many widths none has fewer slots (dynamic programming over the lengths
-    that occur; where more than CANDIDATES do, over every so many-th of them and the last). Only
-    integers are used, so that every process chooses the same.
+    Law: of all sets of this many widths, none has fewer slots. This is dynamic programming over the
+    lengths that occur; if these are more than CANDIDATES, it takes every n-th of them and the last.
+    Only integers are used, so that every process chooses the same.
 
     Args:
         counts: Int64[longest + 1], how many rows have each length.
         buckets: The most widths to return.
 
     Returns:
-        The widths, the last one the longest length; () where no row has a token.
+        The widths, the last one being the longest length; () if no row has a token.
     """
     lengths = np.flatnonzero(counts)
     lengths = lengths[lengths > 0]
@@ -57,8 +57,8 @@ def bucket_widths(counts: Int64, buckets: int) -> tuple[int, ...]:
     best = lengths * rows[1:]  # slots of all rows up to each length, with one width
     chosen: list[Int64] = []
     for _ in range(min(buckets, n) - 1):
-        # With one width more: the last takes the rows behind j, those before it what they took with
-        # the widths so far.
+        # With one width more: the last takes the rows after j, the rows before it take what they
+        # took with the widths so far.
         slots = np.concatenate([[0], best])[None, :] + lengths[:, None] * (
             rows[1:, None] - rows[None, :]
         )

@@ -1,4 +1,4 @@
-"""Feed, the protocol of what windows draw documents from, and CachedFeed over token caches."""
+"""Feed, the protocol of the datasets that windows draw from, and CachedFeed over token caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from easypipe.plan.order import documents
 from easypipe.plan.pack import PackSpec, placed_tokens
 from easypipe.plan.spec import At, PlanDataset, PlanSpec, Stage, WindowState
 
-_LOOK = 1 << 16  # lengths are looked up by so many
+_LOOK = 1 << 16  # how many lengths are looked up at a time
 _UNIT = 1 << 32  # tokens and shares are counted in parts of this size
 
 
@@ -27,12 +27,13 @@ class WindowRule(NamedTuple):
 
     Attributes:
         docs: The documents of the window.
-        tokens: The tokens that end it earlier; None for no such limit.
-        stage: The shares that it is drawn by.
-        parts: About which part of its draws each dataset will have. It changes speed, never a draw.
+        tokens: The number of tokens that ends it earlier; None for no such limit.
+        stage: The shares by which it is drawn.
+        parts: Roughly which part of its draws each dataset will have. It changes speed, never a
+            draw.
         row_key: The key that permutes its rows.
-        document_keys: The keys that permute its documents, one for each dataset; none where they
-            are permuted already.
+        document_keys: The keys that permute its documents, one for each dataset; none if they are
+            permuted already.
     """
 
     stage: Stage
@@ -46,17 +47,17 @@ class WindowRule(NamedTuple):
 class Feed(Protocol[At]):
     """The datasets of a mixture, each in the order in which its documents are drawn.
 
-    Law: which documents come behind a state follows from the state alone, whatever was looked at
-    before. Documents are counted, for each dataset, from the state on: the one that it cuts is
-    number 0. Arrays are Int64[k] for k datasets unless something else is said.
+    Law: which documents come after a state follows from the state alone, whatever was looked up
+    before. Documents are counted from the state on, for each dataset: a document that the state
+    cuts is number 0. Arrays are Int64[k] for k datasets unless stated otherwise.
 
     Attributes:
         num_docs: The documents of a pass; 1 for a dataset whose documents are not counted.
         counted: Whether `remaining` is known without looking documents up.
-        block: The draws that are made at a time; a window that ends by its tokens ends between two
-            blocks.
-        draws_next: Whether a window takes the document behind its last token, of which it holds
-            none, under "concat", where rows go over the ends of documents.
+        block: The number of draws that are made at a time; a window that ends by its tokens ends
+            between two blocks.
+        draws_next: Whether, under "concat", a window takes the document after its last token, of
+            which it holds none.
     """
 
     num_docs: Int64
@@ -65,24 +66,24 @@ class Feed(Protocol[At]):
     draws_next: bool
 
     def rule(self, state: WindowState[At]) -> WindowRule:
-        """Returns how the window behind `state` is made."""
+        """Returns how the window after `state` is made."""
         ...
 
     def remaining(self, state: WindowState[At], enough: Int64) -> Int64:
-        """Returns the documents that each dataset still gives in this epoch, behind a cut one.
+        """Returns the documents that each dataset still has in this epoch, after a cut one.
 
-        Where they are not counted it returns at most `enough`, and counts the one that is cut too.
+        If they are not counted, it returns at most `enough`, and counts the cut document too.
         """
         ...
 
     def look(
         self, state: WindowState[At], start: Int64, counts: Int64
     ) -> tuple[Int64, Int32, Int64]:
-        """Looks up the `counts` documents from `start` on, dataset after dataset.
+        """Looks up the `counts` documents from `start` on, one dataset after the other.
 
         Returns:
-            Their numbers; their lengths, Int32, with an EOS that is added; and how many there are
-            of each dataset.
+            Their numbers; their lengths, Int32, including an added EOS; and how many there are of
+            each dataset.
         """
         ...
 
@@ -93,11 +94,11 @@ class Feed(Protocol[At]):
     def advance(
         self, state: WindowState[At], draws: mix.Draws, cut: tuple[int, int] | None
     ) -> tuple[At, ...]:
-        """Returns where the datasets stand behind these draws; `cut` is that of the state there."""
+        """Returns the datasets' positions after these draws; `cut` is that of the state there."""
         ...
 
     def begin(self, epoch: int) -> tuple[At, ...]:
-        """Returns where the datasets stand when an epoch begins."""
+        """Returns the datasets' positions when an epoch begins."""
         ...
 
     def name(self, dataset: int, doc: int) -> str:
@@ -108,7 +109,7 @@ class Feed(Protocol[At]):
 class CachedFeed:
     """The documents of token caches, which are counted. Implements Feed.
 
-    It is arithmetic alone, on any thread.
+    It is pure arithmetic, on any thread.
     """
 
     counted, draws_next = True, False
@@ -123,7 +124,7 @@ class CachedFeed:
         self._row_key = fold(spec.seed, "rows")
 
     def rule(self, state: WindowState[int]) -> WindowRule:
-        """Returns the rule; a window ends before its shares change, as far as mean lengths tell."""
+        """Returns the rule; by mean lengths, a window ends before its shares change."""
         spec, stage = self.spec, self.spec.stage(state.first_row)
         docs, parts = spec.window_docs, self._parts(state, stage)
         if stage.rows is not None and spec.pack is None:
@@ -141,9 +142,9 @@ class CachedFeed:
     def _parts(self, state: WindowState[int], stage: Stage) -> Sequence[Fraction]:
         """Returns each dataset's expected part of the draws; () where weights count documents.
 
-        It is the dataset's share, divided by its mean length where shares are of tokens. Where all
-        datasets have left (only the rest of a document is to come, under strategy "concat") all
-        have the same part.
+        It is the dataset's share, divided by its mean length if shares are of tokens. If all
+        datasets have left, all have the same part. Then, under strategy "concat", only the rest of
+        a document is to come.
         """
         if stage.shares is None:
             return ()

@@ -1,7 +1,7 @@
 """Mixing: the dataset of the n-th draw, by fixed or changing weights, by documents or tokens.
 
-Every dataset's count stays within 1 - 1/(2k - 2) of its share at every prefix, for k datasets
-however small their weights; docs/mixing.md has the proof. `assign` in tests/plan_oracle.py is the
+For k datasets, every dataset's count stays within 1 - 1/(2k - 2) of its share at every prefix,
+however small the weights are; docs/mixing.md has the proof. `assign` in tests/plan_oracle.py is the
 short oracle.
 
 deficit   draws owed: after n draws with integer weights w (sum W),
@@ -30,12 +30,12 @@ from easypipe.plan.mix_schedule import apportion
 
 Stop = Literal["restart", "first_exhausted", "all_exhausted"]
 
-# times 2k - 2 and with a sign it stays in an Int64 for up to MAX_DATASETS
+# times 2k - 2 and with a sign, it stays in an Int64 for up to MAX_DATASETS
 MAX_WEIGHT_SUM = 1 << 40
 MAX_DATASETS = 1 << 16
 MAX_DRAWS = 1 << 20  # the most draws of one call: draws times weights stays in an Int64
 
-NEVER = 1 << 62  # stands for the documents of a dataset that begins again without end
+NEVER = 1 << 62  # means the documents of a dataset that begins again without end
 # A deadline is below 2^43, so it and the dataset's number fit one word of 64 bits.
 _NUMBER_BITS, _NUMBER = np.int64(16), np.int64(MAX_DATASETS - 1)
 
@@ -43,16 +43,16 @@ _NUMBER_BITS, _NUMBER = np.int64(16), np.int64(MAX_DATASETS - 1)
 def integer_weights(weights: Mapping[str, float]) -> tuple[int, ...]:
     """Returns positive integers in the ratio of `weights`, in the mapping's order.
 
-    Weights are read as the decimal numbers they are written as, so {0.7, 0.3} is exactly 7 to 3 on
-    every machine. Where the exact ratio needs larger integers, each share is rounded to the nearest
+    Weights are read as the decimal numbers that were written, so {0.7, 0.3} is exactly 7 to 3 on
+    every machine. If the exact ratio needs larger integers, each share is rounded to the nearest
     2^-40.
 
     Returns:
         Integers whose sum is at most 2^40.
 
     Raises:
-        PlanError: There is no weight, a weight is not positive and finite, or it is so small beside
-            the others that it would round to nothing.
+        PlanError: There is no weight, a weight is not positive and finite, or a weight is so small
+            compared to the others that it would be rounded to 0.
     """
     if not weights:
         raise PlanError(
@@ -119,12 +119,12 @@ def draw(
     Args:
         num_draws: The most draws to make.
         weights: Int64[k].
-        remaining: Int64[k], the documents that each dataset may still give (see `remaining`).
+        remaining: Int64[k], the documents that each dataset may still yield (see `remaining`).
         deficits: Int64[k].
         active: Bool[k].
         stop: "first_exhausted" ends before the first draw that would need an exhausted dataset.
-            Otherwise a dataset leaves with its last document, the others go on with their weights
-            and no deficits, and the draws end with the last document of all.
+            Otherwise a dataset leaves with its last document. The others continue with their
+            weights and deficits of 0, and the draws end with the last document of all.
     """
     if not 0 < num_draws <= MAX_DRAWS:
         raise ValueError(f"between 1 and {MAX_DRAWS} draws can be made at once, not {num_draws}")
@@ -141,7 +141,7 @@ def draw(
 def start(num_docs: Sequence[int] | Int64, stop: Stop) -> tuple[Int64, Bools]:
     """Returns (deficits, active) at the start of an epoch.
 
-    Under "all_exhausted" a dataset without documents has left already.
+    Under "all_exhausted", a dataset without documents has already left.
     """
     counts = np.asarray(num_docs, dtype=np.int64)
     return np.zeros_like(counts), (counts > 0) if stop == "all_exhausted" else np.ones(
@@ -150,7 +150,7 @@ def start(num_docs: Sequence[int] | Int64, stop: Stop) -> tuple[Int64, Bools]:
 
 
 def remaining(num_docs: Int64, drawn: Int64, stop: Stop, caps: Sequence[int | None]) -> Int64:
-    """Returns the documents that each dataset may still give in this epoch: Int64[k].
+    """Returns the documents that each dataset may still yield in this epoch: Int64[k].
 
     Args:
         num_docs: Int64[k], the documents of one pass.
@@ -174,7 +174,7 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
     num_datasets, limit = weights.shape[0], dataset.shape[0]
     base = np.empty(num_datasets, np.int64)  # the deficit after n draws is base + n * weight
     deadline = np.empty(num_datasets, np.int64)
-    # A calendar: the datasets that are released at a draw hang in a list that starts at
+    # A calendar: the datasets that are released at a draw are in a list that starts at
     # `released[draw]`.
     released = np.empty(limit + 2, np.int32)
     behind = np.empty(num_datasets, np.int32)
@@ -182,7 +182,7 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
     # A heap of the datasets that may be chosen, by deadline, then by number.
     ready = np.empty(num_datasets, np.int64)
     made = 0
-    while True:  # one turn for every set of active datasets
+    while True:  # one iteration for every set of active datasets
         here = np.flatnonzero(active)
         total, alive = weights[here].sum(), len(here)
         if alive == 0:
@@ -211,7 +211,7 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
                 size = _push(ready, size, deadline[i] << _NUMBER_BITS | i)
                 i = behind[i]
             chosen = ready[0] & _NUMBER
-            ended = left[chosen] == 0  # only where exhausted datasets stay in the mixture
+            ended = left[chosen] == 0  # only if exhausted datasets stay in the mixture
             if ended or made == limit:
                 deficits[:] = np.where(active, base + made * weights, 0)
                 return made, ended
@@ -272,14 +272,13 @@ def _pop(heap, size):
 
 # Mixing with changing weights or by tokens: the largest deficit is drawn from.
 #
-# Deficits are integers, `sum over draws of weight * size of the draw` less `total * sizes of what
-# was drawn`, where the weights of the datasets in the mixture always sum to `total`, and a draw has
-# size 1, or that of its document in tokens. So they sum to 0 and stay what they are when the
-# weights change. docs/mixing.md proves the bounds; `owed_most` in tests/plan_oracle.py is the
-# oracle.
+# Deficits are integers: `sum over draws of weight * size of the draw` minus `total * sizes of what
+# was drawn`. The weights of the datasets in the mixture always sum to `total`. A draw has size 1,
+# or the size of its document in tokens. So deficits sum to 0 and keep their values when the weights
+# change. docs/mixing.md proves the bounds; `owed_most` in tests/plan_oracle.py is the oracle.
 
-# A deficit is below 12 times `total` times the largest size (the sum of 1/n up to MAX_DATASETS is
-# 11.7), and stays in an Int64.
+# A deficit is less than 12 times `total` times the largest size (the sum of 1/n up to MAX_DATASETS
+# is 11.7), and stays in an Int64.
 ROWS_TOTAL = 1 << 40
 TOKENS_TOTAL = 1 << 30
 MAX_SIZE = 1 << 27
@@ -288,7 +287,7 @@ _FULL, _EXHAUSTED, _UNKNOWN = 0, 1, 2
 
 
 class Known(NamedTuple):
-    """The tokens of the documents that datasets give next, all Int64.
+    """The tokens of the documents that datasets yield next, all Int64.
 
     `known[i]` documents of dataset i are known; their tokens, in [1, MAX_SIZE], are in `table` from
     `first[i]` on.
@@ -300,7 +299,7 @@ class Known(NamedTuple):
 
 
 # Looks up at least the given number of documents of each dataset (Int64[k]). How many more it looks
-# up changes speed, never a draw.
+# up affects speed, never a draw.
 Sizes = Callable[[Int64], Known]
 
 
@@ -309,14 +308,14 @@ def weights_of(
 ) -> tuple[int, ...]:
     """Returns the integer weights of the datasets in the mixture, 0 for the others.
 
-    Datasets that are left and have no share share alike.
+    If no dataset that is left has a share, all of them share equally.
 
     Args:
         shares: The share of each dataset.
         active: Which datasets are in the mixture.
         total: The sum of the weights.
         block: Rounds the shares to whole documents of a block; the sum is then the largest multiple
-            of it up to `total`.
+            of the block up to `total`.
     """
     mine = [share if alive else Fraction(0) for share, alive in zip(shares, active, strict=True)]
     if not any(mine):
@@ -340,13 +339,13 @@ def draw_largest_deficit(
     Args:
         num_draws: The most draws to make.
         weigh: Returns the integer weights of the datasets that are in the mixture, as `weights_of`
-            gives them.
-        left: Int64[k], the documents that each dataset may still give.
+            does.
+        left: Int64[k], the documents that each dataset may still yield.
         deficits: Int64[k].
         active: Bool[k].
-        stop: "first_exhausted" ends before the first draw that needs a dataset which has no
-            documents left. Otherwise a dataset leaves with its last one, and the others go on by
-            their shares and without deficits.
+        stop: "first_exhausted" ends before the first draw that needs a dataset that has no
+            documents left. Otherwise a dataset leaves with its last one, and the others continue
+            with their shares and deficits of 0.
         sizes: Looks up the tokens of documents; None counts draws.
     """
     if not 0 < num_draws <= MAX_DRAWS:
@@ -379,7 +378,7 @@ _NO_SIZES = Known(_NONE, _NONE, _NONE)
 
 
 def with_margin(expected: int) -> int:
-    """Returns how many documents of a dataset to look up first where `expected` are expected."""
+    """Returns how many documents of a dataset to look up first if `expected` are expected."""
     return expected + expected // 16 + 16
 
 
@@ -387,22 +386,22 @@ def with_margin(expected: int) -> int:
 def _draw_deficits_into(mixture, leave, ahead, made, dataset):
     """Returns (draws made, why it stopped, the dataset that it stopped at).
 
-    It changes left, deficits, counts and dataset in place. `ahead` is a Known without datasets
-    where every draw has size 1.
+    It changes left, deficits, counts and dataset in place. `ahead` is a Known without datasets if
+    every draw has size 1.
     """
     weights, left, deficits, active, counts = mixture
     table, first, known = ahead
     by_size = known.shape[0] > 0
     limit = dataset.shape[0]
-    # The datasets in the mixture stand without gaps, heavy ones first: of equals the first is
+    # The datasets in the mixture are stored without gaps, heavy ones first: of equals the first is
     # taken, and it is found soon.
     alive = np.flatnonzero(active)
     alive = alive[np.argsort(-weights[alive], kind="mergesort")]
     size = alive.shape[0]
     weight, owed = weights[alive], deficits[alive]
     total = weight.sum()
-    # A draw of size 1 is granted to all before it is made; how large another is shows only when it
-    # is chosen.
+    # A draw of size 1 is granted to all before it is made; the size of other draws is known only
+    # when they are chosen.
     grant = np.int64(0) if by_size else np.int64(1)
     why, which = _FULL, np.int64(0)
     while made < limit:

@@ -3,9 +3,9 @@
 step   a training step, the number of a batch from 0: with batches of `n` rows, step `s` holds rows
        `s * n` to `(s + 1) * n`
 share  a dataset's part of the mixture, a fraction; the shares of a step sum to 1
-point  a step and the weights that are reached there
-stage  rows that have the same weights: from point to point, and between two points whose weights
-       differ 1/64 of the way, or a step where that is longer
+point  a step and the weights that are reached at it
+stage  rows with the same weights: from point to point; between two points with different weights,
+       1/64 of the way, or one step if that is longer
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Schedule:
     Args:
         points: (step, weights), steps ascending. Weights are integers of at least 0, not all 0, one
             for each dataset.
-        kind: Between two points the weights stay ("step") or go over, along a line ("linear") or
+        kind: Between two points the weights stay ("step") or change along a line ("linear") or
             along half a cosine wave ("cosine").
-        batch_sizes: (step, rows of a batch from there on), the first from step 0; () where they are
+        batch_sizes: (step, rows of a batch from there on), the first from step 0; () if they are
             not known yet.
         before: The weights until the first point; None takes the first point's.
     """
@@ -60,7 +60,7 @@ class Schedule:
 
     @property
     def all_weights(self) -> tuple[tuple[int, ...], ...]:
-        """Every set of weights that stands in the schedule."""
+        """Every set of weights in the schedule."""
         return ((self.before,) if self.before is not None else ()) + tuple(
             weights for _, weights in self.points
         )
@@ -97,7 +97,7 @@ class Schedule:
         )
 
     def rows_left(self, row: int) -> int | None:
-        """Returns the rows from `row` to the end of its stage; None where there is no end."""
+        """Returns the rows from `row` to the end of its stage; None if it has no end."""
         step = self.step_of(row)
         place = bisect_right(self.points, step, key=lambda point: point[0])
         if place == len(self.points):
@@ -114,8 +114,8 @@ class Schedule:
 
         Returns:
             The rows from `row` to the end of its stage, and how many rows a window that begins
-            there may have: 1/32 more, or two batches more where that is more rows. None where the
-            stage has no end.
+            there may have: 1/32 more, or two batches more if that is more rows. None if the stage
+            has no end.
         """
         rows = self.rows_left(row)
         if rows is None:
@@ -125,7 +125,7 @@ class Schedule:
         return rows, rows + max(rows // 32, 2 * batch)
 
     def step_of(self, row: int) -> int:
-        """Returns the step whose batch `row` stands in."""
+        """Returns the step whose batch contains `row`."""
         place = bisect_right(self.batch_sizes, row, key=lambda point: self.first_row(point[0])) - 1
         step, size = self.batch_sizes[place]
         return step + (row - self.first_row(step)) // size
@@ -151,7 +151,7 @@ def normalized(weights: Sequence[int]) -> tuple[Fraction, ...]:
 def half_wave(way: Fraction) -> Fraction:
     """Returns (1 - cos(pi * way)) / 2 for a way between 0 and 1, to 64 bits.
 
-    It is the Taylor series in integers, so that machines agree.
+    It is the Taylor series in integers, so that all machines agree.
     """
     angle = _PI * way.numerator // way.denominator
     square = angle * angle >> _BITS

@@ -45,7 +45,7 @@ class OrderConfig:
 
 
 def permute(indices: Int64, size: int, key: int) -> Int64:
-    """Returns what `core.random.permute` returns, compiled and several times as fast.
+    """Returns what `core.random.permute` returns, but is compiled and several times as fast.
 
     Raises:
         ValueError: `size` is out of range, or an index is not in [0, size).
@@ -79,14 +79,14 @@ def documents(
         counts: Int64[k].
 
     Returns:
-        Int64[sum(counts)], dataset after dataset.
+        Int64[sum(counts)], one dataset after the other.
     """
     out = np.empty(int(counts.sum()), dtype=np.int64)
     _documents_into(num_docs, keys, epoch, drawn, counts, (order.shuffle, order.block_rows), out)
     return out
 
 
-# The words below are UInt64 throughout: Numba makes a float of Int64 with UInt64.
+# The words below are UInt64 throughout: Numba would turn Int64 with UInt64 into a float.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
 _CHUNK = 1024  # words of a permutation that are computed together
@@ -144,8 +144,8 @@ def _permute_into(indices, size, key, out):
 def _forward_all(indices, size, bits, rounds, out):
     """Writes where each index goes.
 
-    It takes one step of the walk for a whole chunk, in vector instructions, then for those words
-    that have not landed below `size`, and so on.
+    It takes one step of the walk for a whole chunk, in vector instructions, then for the words that
+    are not below `size` yet, and so on.
     """
     words, places = np.empty(_CHUNK, np.uint64), np.empty(_CHUNK, np.int64)
     top = np.uint64(size)
@@ -158,7 +158,7 @@ def _forward_all(indices, size, bits, rounds, out):
             walking = 0
             for n in range(count):
                 word, place = words[n], places[n]
-                out[place] = np.int64(word)  # a word that has not landed is written again
+                out[place] = np.int64(word)  # a word that is not below `size` yet is written again
                 words[walking], places[walking] = word, place
                 walking += word >= top
             count = walking
@@ -169,7 +169,7 @@ def _step_all(words, count, bits, rounds):
     """Takes one step of the permutation's walk for the first `count` words, in place."""
     shift = np.uint64(bits // 2)
     left_mask, right_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE, (_ONE << shift) - _ONE
-    # ROUNDS is 8; as an array they would be read again for every word
+    # ROUNDS is 8; as an array, the rounds would be read again for every word
     a, b, c, d = rounds[0], rounds[1], rounds[2], rounds[3]
     e, f, g, h = rounds[4], rounds[5], rounds[6], rounds[7]
     for n in range(count):
@@ -187,14 +187,14 @@ def _step_all(words, count, bits, rounds):
 
 @jit
 def _documents_into(num_docs, keys, epoch, drawn, counts, order, out):
-    """Writes the next documents of every dataset to `out`, dataset after dataset."""
+    """Writes the next documents of every dataset to `out`, one dataset after the other."""
     shuffle, block = order
     rounds = np.empty(ROUNDS, np.uint64)
     n = 0
     for i in range(num_docs.shape[0]):
         size = num_docs[i]
         done = np.int64(0)
-        while done < counts[i]:  # one turn for every pass over the dataset
+        while done < counts[i]:  # one iteration for every pass over the dataset
             turn, start = (drawn[i] + done) // size, (drawn[i] + done) % size
             stop = min(size, start + counts[i] - done)
             if not shuffle:
@@ -205,8 +205,8 @@ def _documents_into(num_docs, keys, epoch, drawn, counts, order, out):
                 _set_round_keys(_child(keys[i], epoch + turn), rounds)
                 blocks, tail = (size + block - 1) // block, size % block
                 bits = _word_bits(blocks)
-                # The last block may be short: every position behind the place where it lands moves
-                # up by what it lacks.
+                # The last block may be short: every position after its place moves up by the
+                # missing documents.
                 short_at = _backward(blocks - 1, blocks, bits, rounds) * block if tail else size
                 places = np.arange(start, stop)
                 if tail:
@@ -220,19 +220,19 @@ def _documents_into(num_docs, keys, epoch, drawn, counts, order, out):
             done += stop - start
 
 
-# Which of several streams gives the next row, where they end at different rows.
+# Which of several streams yields the next row, if they end at different rows.
 #
-# stream  a sequence of rows; `ends[s]` is how many stream s has, NEVER where it has not ended yet
-#         (or never does)
+# stream  a sequence of rows; `ends[s]` is how many stream s has, NEVER if it has not ended yet (or
+# never does)
 # turn    one row of each stream that has not ended, lowest number first: turn r holds the rows with
 #         number r
-# order   turn after turn. While no stream has ended, S streams give equally many rows of each batch
-#         that S divides; where some have ended, the others stand in for them, each within one row
-#         of the others.
+# order   turn after turn. While no stream has ended, S streams yield equally many rows of each
+# batch whose size S divides. After some have ended, the others fill in for them, each within one
+# row of the others.
 #
-# A stream that has a row behind some place of the order does not change what comes before that
-# place, wherever it ends. So the order up to a place is known as soon as every stream either has a
-# row behind it or has ended.
+# If a stream has a row after some place of the order, its end does not change what comes before
+# that place. So the order up to a place is known as soon as every stream either has a row after it
+# or has ended.
 
 
 NEVER = 1 << 62
@@ -244,9 +244,9 @@ def rows_before(ends: Int64, row: int, stream: int) -> int:
 
 
 def given_by(ends: Int64, count: int) -> Int64:
-    """Returns how many of the first `count` rows each stream gives: Int64[S].
+    """Returns how many of the first `count` rows each stream yields: Int64[S].
 
-    They sum to `count`, or to less where all streams have ended.
+    They sum to `count`, or to less if all streams have ended.
     """
     in_order = np.sort(np.minimum(ends, count + 1))
     ended = np.cumsum(in_order) - in_order  # rows of the streams that end before
@@ -261,10 +261,10 @@ def given_by(ends: Int64, count: int) -> Int64:
 
 
 def in_order_of_streams(ends: Int64, start: int, stop: int) -> tuple[Int64, Int64]:
-    """Returns which rows of which streams the rows `start` to `stop` are, stream after stream.
+    """Returns the stream and its row for each of the rows `start` to `stop`, stream after stream.
 
     Returns:
-        (stream, row of that stream), Int64[stop - start] each; (-1, -1) behind the last row.
+        (stream, row of that stream), Int64[stop - start] each; (-1, -1) after the last row.
     """
     first, last = given_by(ends, start), given_by(ends, stop)
     counts = last - first
@@ -276,8 +276,8 @@ def in_order_of_streams(ends: Int64, start: int, stop: int) -> tuple[Int64, Int6
 
 
 def known_before(ends: Int64, row: int, stream: int) -> Int64:
-    """Returns `ends` as far as they change what comes before row `row` of stream `stream`.
+    """Returns `ends` if they change what comes before row `row` of stream `stream`, else NEVER.
 
-    A process that stands at that row knows no other ends.
+    A process at that row knows no other ends.
     """
     return np.where(ends < row + (np.arange(len(ends)) < stream), ends, NEVER)

@@ -2,7 +2,7 @@
 
 window  the documents that are packed together; a row never holds two windows
 draw    a document of the window, by its index in draw order
-piece   a run of a document's tokens that stands in one row; it becomes one segment
+piece   a run of a document's tokens that is in one row; it becomes one segment
 slot    one token place in a row
 
 docs/packing.md describes the strategies; tests/plan_oracle.py holds their oracles.
@@ -30,19 +30,19 @@ MAX_SEQ_LENGTH = 1 << 24
 
 @dataclass(frozen=True)
 class PackSpec:
-    """How documents are laid into rows of `seq_length` tokens.
+    """How documents are packed into rows of `seq_length` tokens.
 
     Args:
         seq_length: The slots of a row.
-        strategy: "greedy" puts a document into the one open row and opens the next where it does
-            not fit. "pool" keeps `num_packers` rows open and takes the fullest that fits.
+        strategy: "greedy" puts a document into the only open row, and opens the next row if it does
+            not fit. "pool" keeps `num_packers` rows open and takes the fullest one that fits.
             "first_fit" is best-fit decreasing: it sees the whole window and takes the fullest row
-            that fits, longest document first. "stream" (in options `concat`) lays documents end to
-            end and begins a row wherever the one before is full.
+            that fits, longest document first. "stream" (in options `concat`) puts documents end to
+            end and begins a row wherever the row before it is full.
         num_packers: The rows that "pool" keeps open.
         oversize: What happens to a document longer than a row: it is cut into full rows and a
             remainder ("split"), cut off ("truncate"), left out ("drop"), or refused ("error").
-            Documents that fit a row are never cut. "stream" cuts where rows end, and knows only
+            Documents that fit a row are never cut. "stream" cuts where rows end, and supports only
             "split".
         shuffle_rows: Permutes the rows of a window; without it first_fit gives rows of long
             documents first.
@@ -63,9 +63,9 @@ class PackSpec:
 
     @property
     def concat(self) -> bool:
-        """Whether documents lie end to end, over the ends of rows.
+        """Whether documents are put end to end, across the ends of rows.
 
-        Fingerprints and states of plans know the strategy by its older name, "stream".
+        In fingerprints and states of plans the strategy has its older name, "stream".
         """
         return self.strategy == "stream"
 
@@ -75,9 +75,9 @@ class Layout:
     """The places of the pieces of a window, sorted by row, then slot.
 
     Attributes:
-        table: Int32[5, pieces], whose lines are `row`, `slot`, `draw`, `start` and `length`. A
-            piece is tokens `start` to `start + length` of document `draw` and fills slots `slot` to
-            `slot + length` of `row`.
+        table: Int32[5, pieces], with the lines `row`, `slot`, `draw`, `start` and `length`. A piece
+            is tokens `start` to `start + length` of document `draw` and fills slots `slot` to `slot
+            + length` of `row`.
         first_piece: Int64[num_rows + 1], where each row's pieces begin.
     """
 
@@ -110,10 +110,10 @@ class Layout:
 
 
 def pack_window(lengths: Int32, spec: PackSpec, key: int) -> Layout:
-    """Lays documents of `lengths` into rows. Documents without tokens get no piece.
+    """Packs documents of `lengths` into rows. Documents without tokens get no piece.
 
     Args:
-        lengths: Int32[n], tokens, EOS counted.
+        lengths: Int32[n], tokens, including EOS.
         spec: The strategy and the row length.
         key: Decides the order of the rows.
 
@@ -135,13 +135,13 @@ def pack_window(lengths: Int32, spec: PackSpec, key: int) -> Layout:
 
 
 def cut_stream(lengths: Int32, spec: PackSpec, key: int, *, start: int, num_rows: int) -> Layout:
-    """Lays documents end to end and cuts them into rows, of which the last may not be full.
+    """Puts documents end to end and cuts them into rows; the last row may not be full.
 
     Args:
         lengths: Int32[n], tokens.
         spec: The row length, and whether rows are permuted.
         key: Decides the order of the rows.
-        start: The tokens of the first document that stand in rows before these.
+        start: The tokens of the first document that are in rows before these.
         num_rows: The number of rows to make.
     """
     count = int(_cut(lengths, start, spec.seq_length, num_rows, np.empty((5, 0), dtype=np.int32)))
@@ -151,7 +151,7 @@ def cut_stream(lengths: Int32, spec: PackSpec, key: int, *, start: int, num_rows
 
 
 def _arrange(loose: Int32, num_rows: int, spec: PackSpec, key: int) -> Layout:
-    """Returns the layout of pieces in any order of rows; permutes rows where `spec` says so."""
+    """Returns the layout of pieces in any order of rows; permutes rows if `spec` says so."""
     order = np.arange(num_rows, dtype=np.int64)
     if spec.shuffle_rows and num_rows > 1:
         order = permute(order, num_rows, key)
@@ -189,9 +189,9 @@ def oversize_error(document: str, length: int, spec: PackSpec) -> PlanError:
 
 
 def nothing_fits(num_docs: int, spec: PackSpec) -> PlanError:
-    """Returns the error for a plan without a piece.
+    """Returns the error for a plan without pieces.
 
-    Under oversize "drop" the length of rows is the cause, not the data; otherwise no document has a
+    Under oversize "drop" the cause is the length of rows, not the data. Otherwise no document has a
     token.
     """
     if spec.oversize != "drop":
@@ -212,7 +212,7 @@ _PLACE_BITS, _PLACES, _NO_ROW = np.int64(32), np.int64((1 << 32) - 1), np.int64(
 _GREEDY, _POOL = STRATEGIES.index("greedy"), STRATEGIES.index("pool")
 
 LEVELS = 4  # levels of words of 64 bits: 64^4 sizes of free room are MAX_SEQ_LENGTH
-# A de Bruijn sequence: the six bits below each place name the place.
+# A de Bruijn sequence: the six bits below each place identify the place.
 _LOWEST_BIT = np.uint64(0x03F79D71B4CB0A89)
 _PLACE = np.argsort([(int(_LOWEST_BIT) << bit) >> 58 & 63 for bit in range(64)])
 _ZERO, _ONE, _S58 = np.uint64(0), np.uint64(1), np.uint64(58)
@@ -249,8 +249,8 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
     pieces, rows, rests = 0, 0, 0
     open_rows = 1 if strategy == _GREEDY else num_packers
     row_of = np.zeros(open_rows, np.int64)
-    # An open row is one word: its free room (0: none is open in this place), then its place, so
-    # that the fullest that fits is a minimum.
+    # An open row is one word: its free room (0: no row is open in this place), then its place, so
+    # that the fullest one that fits is a minimum.
     open_row = np.arange(open_rows).astype(np.int64)
     by_length = np.zeros(seq_length + 1, np.int64)
     rest_draw = np.empty(0 if strategy <= _POOL else lengths.shape[0], np.int32)
@@ -261,7 +261,7 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
         if length > seq_length and rule != _SPLIT:
             continue
         full = length // seq_length
-        for i in range(full):  # a full row stands alone and leaves the open ones open
+        for i in range(full):  # a full row is alone and leaves the open ones open
             _put(table, pieces, rows, 0, draw, i * seq_length, seq_length)
             pieces += 1
             rows += 1
@@ -277,7 +277,7 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
         for i in range(open_rows):
             word = open_row[i]
             best = min(best, word if word >= need else _NO_ROW)
-        if best == _NO_ROW:  # the fullest makes room
+        if best == _NO_ROW:  # the fullest row is closed
             for i in range(open_rows):
                 best = min(best, open_row[i])
             place = best & _PLACES
@@ -307,7 +307,7 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
 def _cut(lengths, start, seq_length, num_rows, table):
     """Writes the pieces of the first `num_rows` rows to `table` and returns how many there are.
 
-    It only counts them where `table` is Int32[5, 0].
+    It only counts them if `table` is Int32[5, 0].
     """
     pieces, row, filled = 0, 0, np.int64(0)
     for draw in range(lengths.shape[0]):
@@ -345,8 +345,8 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
         order[by_length[rest]] = rest_draw[i]
         by_length[rest] += 1
 
-    # There is a stack of open rows for each size of free room. A tree of bits, 64 to a word, tells
-    # which stacks hold any.
+    # There is a stack of open rows for each size of free room. A tree of bits, 64 to a word, says
+    # which stacks are not empty.
     first = np.zeros(LEVELS + 1, np.int64)
     words = seq_length + 1
     for level in range(LEVELS):

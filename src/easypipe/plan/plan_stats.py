@@ -1,4 +1,4 @@
-"""The statistics of a plan: where every document and token that was drawn went."""
+"""The statistics of a plan: what became of every drawn document and token."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class DrawStats:
     tokens_drawn = tokens_placed + tokens_pending + tokens_truncated + tokens_dropped
 
     Args:
-        docs_pending: Drawn in the window of the last row, but standing (partly) in a row behind it.
+        docs_pending: Drawn in the window of the last row, but (partly) in a row after it.
         docs_dropped: Longer than a row.
         docs_empty: Without tokens, so without a place in a packed row.
         docs_truncated: Those of docs_placed that lost tokens_truncated.
-        segments: The pieces with tokens; each starts with a token that is no target. Under strategy
-            "concat" a piece that goes on with a document of the row before does not count: its
-            first token is a target there.
+        segments: The pieces with tokens; each starts with a token that is not a target. Under
+            strategy "concat" a piece that continues a document of the row before does not count:
+            its first token is a target there.
     """
 
     draws: int
@@ -52,7 +52,7 @@ class DrawStats:
             ledger: The ledger to add to.
             stage: The stage of the ledger's entries.
             name: The name of the dataset.
-            added: The EOS tokens among those that were drawn; None where they are not known.
+            added: The EOS tokens among those that were drawn; None if they are not known.
         """
         documents = {
             "placed": self.docs_placed,
@@ -86,7 +86,7 @@ class DatasetStats(DrawStats):
 
     @property
     def epochs(self) -> float:
-        """The passes over the dataset that were drawn, the last one in part."""
+        """The passes over the dataset that were drawn; the last one may be partial."""
         return self.draws / self.num_docs if self.num_docs else 0.0
 
 
@@ -104,7 +104,7 @@ class PlanStats:
 
     @property
     def fill(self) -> float:
-        """The tokens per slot, 1.0 where there are none."""
+        """The tokens per slot, 1.0 if there are no slots."""
         return 1 - self.padding / self.slots if self.slots else 1.0
 
 
@@ -126,7 +126,7 @@ def count(
     into: Int64,
     cut: int = 0,
 ) -> None:
-    """Adds the draws of a window, of whose rows the first `num_rows` are reached, to `into`.
+    """Adds the draws of a window to `into`; only the first `num_rows` of its rows are reached.
 
     Args:
         draws: The dataset and the length of each draw, Int32[n].
@@ -134,7 +134,7 @@ def count(
         num_rows: The rows that are reached.
         pack: How documents are packed; None for no packing.
         into: Int64[k, COUNTERS].
-        cut: Under strategy "concat", the tokens of the first document that stand in rows of windows
+        cut: Under strategy "concat", the tokens of the first document that are in rows of windows
             that were counted before, with the document itself.
     """
     pieces = int(layout.first_piece[num_rows])

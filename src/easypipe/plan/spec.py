@@ -1,4 +1,4 @@
-"""PlanSpec and PlanDataset, what a plan is made of, also in words: window sizes, fingerprint."""
+"""PlanSpec and PlanDataset, the input of a plan, also in words: window sizes, fingerprint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STOPS: tuple[Stop, ...] = ("restart", "first_exhausted", "all_exhausted")
 
 @dataclass(frozen=True)
 class PlanDataset:
-    """A dataset as a plan sees it: a count of documents and their lengths.
+    """A dataset as plans use it: a count of documents and their lengths.
 
     Args:
         name: The name of the dataset; it seeds the dataset's order.
@@ -52,12 +52,12 @@ class PlanDataset:
 
 
 class Stage(NamedTuple):
-    """The shares that a window is drawn by, and how long they hold.
+    """The shares by which a window is drawn, and how long they hold.
 
     Attributes:
         shares: The shares of the datasets. None means that the weights count documents and never
             change.
-        rows: The rows until the shares change next; None where they do not.
+        rows: The rows until the shares change next; None if they do not.
         most: The most rows that the window may have then.
     """
 
@@ -68,26 +68,26 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """The choices that, with the datasets, decide which documents stand in every row.
+    """The choices that, with the datasets, decide which documents are in every row.
 
     A mixture that is not planned yet leaves window_docs, window_tokens, pack and num_epochs to the
     code that plans it.
 
     Args:
-        weights: Positive integers, one per dataset (`mix.integer_weights`).
-        stop: When a mixture ends. "restart" never does and therefore needs num_epochs None. For a
-            single dataset all three are the same and an epoch is one pass.
+        weights: Positive integers, one per dataset (`mix.integer_weights`). stop: When a mixture
+        ends. "restart" never ends, and therefore needs num_epochs None. For a single dataset all
+        three are the same and an epoch is one pass.
         window_docs: The documents that are planned and packed together.
-        window_tokens: A window has fewer documents where fewer hold so many tokens; None sets no
+        window_tokens: A window has fewer documents if fewer hold this many tokens; None sets no
             such limit.
         num_epochs: How often a mixture that ends is drawn, with new permutations each time; None
-            goes on forever.
+            repeats it forever.
         pack: How documents are packed; None gives every document a row of its own.
         schedule: Weights by training step in place of `weights`, which then only size windows.
-        unit: What a share is a share of; "tokens" are those that get a place in a row.
-        block: Under a schedule, the documents of a block that shares are rounded to.
-        max_epochs: The most passes over each dataset in the whole run, None for no limit. A dataset
-            that has made them leaves the mixture.
+        unit: The unit of shares; "tokens" are those that get a place in a row.
+        block: Under a schedule, the number of documents in the block to which shares are rounded.
+        max_epochs: The most passes over each dataset in the whole run, None for no limit. After
+            these a dataset leaves the mixture.
     """
 
     seed: int
@@ -104,7 +104,7 @@ class PlanSpec:
     max_epochs: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Asserts what the configs have checked already with messages for users."""
+        """Asserts what the configs have already checked, with messages for users."""
         count, schedule = len(self.weights), self.schedule
         assert self.stop in STOPS, f"no strategy {self.stop!r}"
         assert self.unit in UNITS, f"no unit {self.unit!r}"
@@ -131,7 +131,7 @@ class PlanSpec:
 
     @property
     def all_weights(self) -> Sequence[tuple[int, ...]]:
-        """Every set of weights that documents are drawn by."""
+        """Every set of weights by which documents are drawn."""
         return [self.weights] if self.schedule is None else self.schedule.all_weights
 
     def stage(self, row: int) -> Stage:
@@ -142,7 +142,7 @@ class PlanSpec:
         return Stage(shares, *(self.schedule.stage_end(row) or ()))
 
     def last_epoch(self, num_docs: Sequence[int]) -> int | None:
-        """Returns the epochs of the whole run, which `caps` may end early; None without an end."""
+        """Returns the epochs of the whole run, which `caps` may end early; None: no end."""
         passes = [cap for cap, count in zip(self.caps, num_docs, strict=True) if count]
         ends = None if None in passes else max((cap for cap in passes if cap), default=0)
         if not self.has_epochs:
@@ -155,13 +155,13 @@ def window_docs(
 ) -> int:
     """Returns the number of documents of a window, computed from integers only.
 
-    They are 16 Mi tokens' worth, or 4,096 rows' worth where that is more, and at most 65,536. That
-    is enough that the one row which a window leaves part empty does not matter, and few enough that
-    planning a window takes milliseconds.
+    They are 16 Mi tokens' worth, or 4,096 rows' worth if that is more, and at most 65,536. This is
+    enough to make the one partly empty row of a window negligible, and few enough that planning a
+    window takes milliseconds.
     """
     tokens = max(WINDOW_TOKENS, WINDOW_ROWS * (seq_length or 0))
     # The mean length of a draw is sum(w · tokens / docs) / sum(w); in integers of 2^-32 tokens, so
-    # that machines agree.
+    # that all machines agree.
     mean = sum(
         w * ((d.total_tokens << 32) // max(1, d.num_docs))
         for w, d in zip(weights, datasets, strict=True)
@@ -191,9 +191,9 @@ def check(datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:
 
 
 def fingerprint(datasets: Sequence[PlanDataset], spec: PlanSpec) -> str:
-    """Returns the hex digest of everything that decides what stands in a row.
+    """Returns the hex digest of everything that decides the content of a row.
 
-    It leaves out num_epochs: more epochs only add rows behind the last.
+    It leaves out num_epochs: more epochs only add rows after the last.
     """
     return digest(
         "plan",
@@ -208,7 +208,7 @@ def choices(spec: PlanSpec) -> JsonObject:
     found: JsonObject = {
         key: value
         for key, value in to_dict(spec).items()
-        # plans without the later choices keep the fingerprints that they had before these existed
+        # plans without the later choices keep the fingerprints that they had before these choices
         if key != "num_epochs" and (key, value) not in LATER_CHOICES.items()
     }
     if spec.pack is not None and spec.pack.strategy != "pool":
@@ -228,9 +228,9 @@ LATER_CHOICES = {
 def ends_choice(spec: PlanSpec) -> dict[str, str]:
     """Returns fingerprint entries of plans whose windows end elsewhere than in earlier versions.
 
-    These are packed plans whose weights change: their windows end at an estimate of the row, where
-    earlier versions searched for it. They are also plans in which a dataset leaves for good: their
-    windows once held what the other datasets gave later, too.
+    These are packed plans with changing weights: their windows end at an estimate of the row, which
+    earlier versions searched for. They are also plans in which a dataset leaves for good: their
+    windows once included what the other datasets yielded later.
     """
     found, pack = dict[str, str](), spec.pack
     if spec.schedule is not None and pack is not None and not pack.concat:
@@ -262,21 +262,21 @@ At = TypeVar("At")  # how far one dataset is drawn: see WindowState.drawn
 
 @dataclass(frozen=True, kw_only=True)
 class WindowState(Generic[At]):
-    """All that a window depends on besides datasets and spec: JSON of less than 3 KiB for 60
+    """What a window depends on besides datasets and spec: JSON of less than 3 KiB for 60
     datasets.
 
-    The state behind the last window of a plan has epoch == num_epochs.
+    The state after the last window of a plan has epoch == num_epochs.
 
     Args:
         first_row: The number of rows before the window.
         epoch: The epoch of the mixture, from 0.
-        drawn: How far each dataset is drawn: its documents in this epoch, or, in streaming, where
-            its stream stands in it (loader/streams/feed.py).
+        drawn: How far each dataset is drawn: its documents in this epoch, or, in streaming, the
+            position of its stream (loader/streams/feed.py).
         deficits: The deficits of the mixture (`plan.mix`).
         active: Which datasets are still in the mixture.
-        cut: Under strategy "concat", (dataset, tokens) of the document that the window begins with,
-            whose first `tokens` tokens stand in rows before. A count of documents includes it as
-            drawn; a place in a stream stands before it. None where a row ended with its document.
+        cut: Under strategy "concat", (dataset, tokens) of the document that the window begins with;
+            its first `tokens` tokens are in earlier rows. A count of documents includes it as
+            drawn; a position in a stream is before it. None if a row ended with its document.
         index: The number of the window, counted from where planning began.
     """
 
@@ -304,7 +304,7 @@ class WindowState(Generic[At]):
         """Reads a state that `to_json` wrote.
 
         Raises:
-            StateError: `values` is not what `to_json` writes.
+            StateError: `to_json` cannot have written `values`.
         """
         try:
             index, epoch, first_row = (

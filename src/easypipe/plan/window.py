@@ -1,6 +1,6 @@
 """Planner: makes one window, from a state to the documents drawn, their rows, and the next state.
 
-This is the one place that makes windows, of counted data and of streams.
+This is the only place that makes windows, of counted data and of streams.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class View(NamedTuple):
 class Window(Generic[At]):
     """One planned window.
 
-    Under strategy "concat" its first document may be the one that `state.cut` names.
+    Under strategy "concat" its first document may be the one in `state.cut`.
 
     Args:
         state: The state that the window begins with.
-        after: The state behind it.
+        after: The state after it.
         dataset: Int32[draws].
         doc: Int64[draws], document numbers within the dataset.
         length: Int32[draws], tokens.
-        layout: Where the pieces of the documents stand.
-        ahead: Whether the last document is the one that the next window begins with, of which no
-            token stands in a row of this one (only under strategy "concat").
+        layout: The places of the pieces of the documents.
+        ahead: Whether the last document is the one that the next window begins with, and has no
+            token in a row of this window (only under strategy "concat").
     """
 
     state: WindowState[At]
@@ -96,7 +96,7 @@ class Window(Generic[At]):
 
 
 class Planner(Generic[At]):
-    """Makes windows. Final, and without memory: the same state gives the same window."""
+    """Makes windows. It is final and stateless: the same state always makes the same window."""
 
     def __init__(self, spec: PlanSpec, feed: Feed[At]) -> None:
         self.spec, self.feed = spec, feed
@@ -104,10 +104,10 @@ class Planner(Generic[At]):
         self.last_epoch = spec.last_epoch(feed.num_docs.tolist())
 
     def window(self, state: WindowState[At]) -> Window[At]:
-        """Returns the window behind `state`.
+        """Returns the window after `state`.
 
-        Where weights change at a row, the window ends there as far as lengths tell, or before: one
-        that would end far behind is laid out anew with fewer documents.
+        If weights change at a row, the window ends there or before, as estimated from lengths. A
+        window that would end far after it is packed again with fewer documents.
         """
         pack, rule = self.spec.pack, self.feed.rule(state)
         mixing, stage = _Mixing(self, state, rule), rule.stage
@@ -131,11 +131,11 @@ class Planner(Generic[At]):
     def _concat(
         self, state: WindowState[At], mixing: _Mixing[At], rule: WindowRule, pack: PackSpec
     ) -> Window[At]:
-        """Returns a window of strategy "concat", of the full rows that its documents give.
+        """Returns a window of strategy "concat", with the full rows that its documents fill.
 
-        More documents are taken where they fill no row; at the end of an epoch the window has all
-        there is. A token behind the last row has to be known, as the last label of that row, unless
-        the epoch ends: the next window begins with it.
+        More documents are taken if they do not fill a row; at the end of an epoch the window has
+        all documents that are left. A token after the last row has to be known, as the last label
+        of that row, unless the epoch ends: the next window begins with it.
 
         Raises:
             PlanError: MAX_DRAWS documents do not fill a row.
@@ -144,10 +144,11 @@ class Planner(Generic[At]):
         stage, limit, enough = rule.stage, rule.docs, rule.tokens
         while True:
             draws = mixing.draw(limit, enough)
-            if limit == rule.docs:  # else what stands before a dataset leaves fills no row
+            # otherwise the documents before a dataset leaves do not fill a row
+            if limit == rule.docs:
                 draws = mixing.until_one_leaves(draws)
             dataset, doc, length = mixing.documents(draws)
-            # tokens behind the start of the window, up to the end of each document
+            # tokens after the start of the window, up to the end of each document
             ends = np.cumsum(length, dtype=np.int64) - start
             tokens = int(ends[-1]) if ends.size else 0
             rows = -(-tokens // size) if draws.ended else max(0, tokens - 1) // size
@@ -163,7 +164,7 @@ class Planner(Generic[At]):
         cut, ahead = None, False
         if not draws.ended or (stage.rows is not None and rows > stage.rows):
             rows = rows if stage.rows is None else min(rows, stage.rows)
-            # the document that the next row begins in, and where
+            # the document in which the next row begins, and where
             last = int(np.searchsorted(ends, rows * size, side="right"))
             at = rows * size - int(ends[last] - length[last])
             taken = at > 0 or feed.draws_next
@@ -184,7 +185,7 @@ class Planner(Generic[At]):
         rows: int,
         cut: tuple[int, int] | None = None,
     ) -> WindowState[At]:
-        """Returns the state behind a window of these draws and rows."""
+        """Returns the state after a window of these draws and rows."""
         index, first_row = state.index + 1, state.first_row + rows
         drawn = self.feed.advance(state, draws, cut)
         if draws.ended and cut is None:
@@ -200,7 +201,7 @@ class Planner(Generic[At]):
         )
 
     def after_draws(self, state: WindowState[At]) -> WindowState[At]:
-        """Returns the state behind the next window without packing, whose rows are its draws."""
+        """Returns the state after the next window without packing; its rows are its draws."""
         rule = self.feed.rule(state)
         mixing = _Mixing(self, state, rule)
         draws = mixing.until_one_leaves(mixing.draw(rule.docs, rule.tokens))
@@ -208,7 +209,7 @@ class Planner(Generic[At]):
 
     def epoch_start(self, index: int, epoch: int, first_row: int) -> WindowState[At]:
         deficits, active = mix.start(self.feed.num_docs, self.stop)
-        if self.spec.has_epochs:  # datasets that may not come again are out of it
+        if self.spec.has_epochs:  # datasets that may not come again are not in it
             active &= np.array([cap is None or epoch < cap for cap in self.spec.caps])
         return WindowState(
             first_row=first_row,
@@ -224,19 +225,19 @@ class Planner(Generic[At]):
 
 
 class _Mixing(Generic[At]):
-    """The draws behind a state, and the documents that they take, each looked up once.
+    """The draws after a state, and the documents that they take, each looked up once.
 
     A dataset whose documents are not counted is drawn from as if it had documents without end. Then
-    one document beyond those that are taken is looked for; where there is none, the draw is made
-    anew.
+    one document beyond those that are taken is looked for; if it does not exist, the draw is
+    repeated.
     """
 
     def __init__(self, planner: Planner[At], state: WindowState[At], rule: WindowRule) -> None:
         self._feed, self._spec = planner.feed, planner.spec
         self._stop: mix.Stop = planner.stop
         self._state, self._rule = state, rule
-        # the documents of each dataset that the window has before its draws: one where a document
-        # is cut
+        # the documents of each dataset that the window has before its draws: one if a document is
+        # cut
         self._cut = np.zeros(len(state.active), np.int64)
         if state.cut is not None:
             self._cut[state.cut[0]] = 1
@@ -244,7 +245,7 @@ class _Mixing(Generic[At]):
         if self._feed.counted:
             self._left = self._feed.remaining(state, self._left)
         # `_known[i]` documents of each dataset i were looked up; the arrays below hold their
-        # numbers and lengths, dataset after dataset
+        # numbers and lengths, one dataset after the other
         self._known = np.zeros(len(state.active), np.int64)
         self._docs, self._lengths = np.empty(0, np.int64), np.empty(0, np.int32)
 
@@ -271,7 +272,7 @@ class _Mixing(Generic[At]):
         deficits: Int64,
         active: Bools,
     ) -> mix.Draws:
-        """Makes at most `count` draws behind those that have taken `drawn` documents."""
+        """Makes at most `count` draws after those that have taken `drawn` documents."""
         left, by_weight, sizes = self._left.copy(), self._rule.stage.shares is None, None
         if self._spec.unit == "tokens":
             expected = [with_margin(int(count * part)) for part in self._rule.parts]
@@ -300,10 +301,10 @@ class _Mixing(Generic[At]):
                 active, deficits = active & ~never_came, np.zeros_like(deficits)
 
     def until_one_leaves(self, draws: mix.Draws) -> mix.Draws:
-        """Returns `draws` up to the last document that max_epochs allows of a dataset.
+        """Returns `draws` up to the last document that max_epochs allows for a dataset.
 
-        A window ends there: its rows are permuted, so a longer one would bring what the other
-        datasets give later among what they give beside that dataset.
+        A window ends there. Its rows are permuted, so a longer window would mix what the other
+        datasets yield later with what they yield together with that dataset.
         """
         if self._spec.has_epochs:
             return draws
@@ -316,7 +317,7 @@ class _Mixing(Generic[At]):
         if count == draws.dataset.size:
             return draws
         if count and not draws.active.all():
-            return self.draw(count)  # deficits begin anew where a dataset leaves
+            return self.draw(count)  # deficits are reset when a dataset leaves
         dataset, size = draws.dataset[:count], draws.counts.size
         counts = tokens = np.bincount(dataset, minlength=size)
         if self._spec.unit == "tokens":
@@ -333,7 +334,7 @@ class _Mixing(Generic[At]):
     def documents(self, draws: mix.Draws) -> tuple[Int32, Int64, Int32]:
         """Returns (dataset, document, length) of each document of the window.
 
-        The document that the state is in the middle of comes first, then the draws.
+        The document that the state cuts comes first, then the draws.
 
         Raises:
             PlanError: A document is longer than a row under oversize "error".
@@ -361,7 +362,7 @@ class _Mixing(Generic[At]):
         return np.array(weights_of(shares, active.tolist(), total, spec.block), dtype=np.int64)
 
     def _sizes(self, drawn: Int64, at_least: Int64) -> Known:
-        """Returns the `token_sizes` of the documents that come behind `drawn` of each dataset.
+        """Returns the `token_sizes` of the documents that come after `drawn` of each dataset.
 
         Raises:
             _Fewer: A dataset has fewer than `at_least` documents.
@@ -385,7 +386,7 @@ class _Mixing(Generic[At]):
         return Known(sizes, ends - known, known)
 
     def _look(self, counts: Int64) -> None:
-        """Looks up what is not known yet of the first `counts[i]` documents of each dataset i."""
+        """Looks up the first `counts[i]` documents of each dataset i that are not known yet."""
         known, more = self._known, np.maximum(counts - self._known, 0)
         if not more.any():
             return
@@ -408,8 +409,8 @@ def _permute(
 ) -> None:
     """Permutes the documents of each dataset among their places, in place.
 
-    The document that is cut where the window begins stays first, the one that is cut where it ends
-    stays last.
+    The document that is cut at the beginning of the window stays first, the one that is cut at its
+    end stays last.
     """
     for i, key in enumerate(rule.document_keys):
         here = np.flatnonzero(dataset == i)
@@ -430,7 +431,7 @@ class _Fewer(Exception):
 
 
 def token_sizes(lengths: Int32, pack: PackSpec | None) -> Int64:
-    """Returns the tokens of documents that get a place in a row, at least 1 each, so all count."""
+    """Returns how many tokens of each document get a place in a row, but at least 1."""
     return np.maximum(placed_tokens(lengths, pack), 1)
 
 

@@ -1,14 +1,14 @@
-"""Plan: the windows one after another, which of them it keeps, and what stands in any row.
+"""Plan: the sequence of windows, which of them it keeps, and the content of any row.
 
 row     a row of the whole run, counted over all epochs
-window  `spec.window_docs` draws (fewer where an epoch ends; under "concat", those that fill whole
+window  `spec.window_docs` draws (fewer if an epoch ends; under "concat", those that fill whole
         rows); no row holds two windows
 draw    the n-th document of the mixture
-piece   what of a draw stands in one row of a window
+piece   the part of a draw that is in one row of a window
 mark    a state that the scan passed and keeps, one every MARK_EVERY windows
 
-Which documents stand in a row is a pure function of datasets, spec and row: marks, caches and
-threads only decide how fast the answer comes.
+Which documents are in a row is a pure function of datasets, spec and row: marks, caches and threads
+only affect how fast the answer comes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from easypipe.plan.window import Planner, Window
 
 
 class Pieces(NamedTuple):
-    """The pieces of some rows, in the order the rows were asked for, then by slot.
+    """The pieces of some rows, in the order in which the rows were asked for, then by slot.
 
     Attributes:
         row: Int64[p], the index into the rows that were asked for.
@@ -42,7 +42,7 @@ class Pieces(NamedTuple):
         segment: Int32[p], from 1.
         dataset: Int32[p].
         doc: Int64[p], the number of the document within its dataset.
-        start: Int32[p], the first token of the document that stands in the piece.
+        start: Int32[p], the first token of the document in the piece.
         length: Int32[p], tokens.
     """
 
@@ -60,7 +60,7 @@ NO_PIECES = Pieces(_NONE_64, _NONE_32, _NONE_32, _NONE_32, _NONE_64, _NONE_32, _
 
 
 def pieces_of(window: Window, rows: Int64) -> Pieces | None:
-    """Returns the pieces of `rows`, or None where a row stands outside the window."""
+    """Returns the pieces of `rows`, or None if a row is outside the window."""
     view = window.view
     total = _count_pieces(rows, view)
     if total < 0:
@@ -119,7 +119,7 @@ MARK_EVERY = 16
 
 
 class RowAddress(NamedTuple):
-    """The place of a row in the plan, and the pieces that stand in it."""
+    """The place of a row in the plan, and its pieces."""
 
     row: int
     epoch: int
@@ -129,15 +129,15 @@ class RowAddress(NamedTuple):
 
 
 class Plan:
-    """Which documents stand in every row. Final; every method may be called from several threads.
+    """Which documents are in every row. Final; every method may be called from several threads.
 
-    Law: `pieces(rows)` depends on datasets and spec alone, not on what was asked before, on
-    `checkpoints`, `resume` or `cache_bytes`.
+    Law: `pieces(rows)` depends on datasets and spec alone, not on earlier calls, `checkpoints`,
+    `resume` or `cache_bytes`.
 
     Args:
         datasets: The datasets of the mixture.
         spec: The choices that the plan follows.
-        checkpoints: States that an earlier plan with the same fingerprint gave.
+        checkpoints: States that an earlier plan with the same fingerprint returned.
         cache_bytes: The bytes of planned windows that are kept for neighbouring rows.
 
     Raises:
@@ -160,7 +160,7 @@ class Plan:
         self._planner = Planner(spec, self._feed)
         self.ends = self._planner.last_epoch is not None  # whether there is a last row
         self._cache_bytes = cache_bytes
-        self._scan_lock = threading.RLock()  # guards planning; taken before _lock where both are
+        self._scan_lock = threading.RLock()  # guards planning; taken before _lock if both are
         self._lock = threading.Lock()  # guards the fields below; never held while planning
         self._windows: OrderedDict[int, Window] = OrderedDict()
         self._latest: Window | None = None
@@ -176,9 +176,9 @@ class Plan:
 
     @property
     def num_rows(self) -> int | None:
-        """The rows of all epochs; None where there is no end.
+        """The rows of all epochs; None if there is no end.
 
-        The first use scans the plan, unless a checkpoint stands at its end.
+        The first use scans the plan, unless a checkpoint is at its end.
         """
         if not self.ends:
             return None
@@ -197,10 +197,10 @@ class Plan:
         return self._num_rows
 
     def window_at(self, row: int) -> Window:
-        """Returns the window that `row` stands in.
+        """Returns the window that contains `row`.
 
         Raises:
-            PlanError: The row is behind the last.
+            PlanError: The row is after the last.
         """
         return self._cached(row) or self._planned(row)
 
@@ -208,7 +208,7 @@ class Plan:
         """Returns which documents stand in `row`; reads no tokens.
 
         Raises:
-            PlanError: The row is behind the last.
+            PlanError: The row is after the last.
         """
         window = self.window_at(row)
         pieces = self.pieces(np.array([row], dtype=np.int64))
@@ -220,7 +220,7 @@ class Plan:
         """Returns the pieces of `rows` (Int64[n], any order).
 
         Raises:
-            PlanError: A row is behind the last.
+            PlanError: A row is after the last.
         """
         rows = np.require(rows, dtype=np.int64, requirements=["C", "W"])
         if rows.size == 0:
@@ -242,12 +242,12 @@ class Plan:
         return parts[0] if len(parts) == 1 else join(parts)
 
     def state_at(self, row: int) -> WindowState:
-        """Returns the state of the window that `row` stands in.
+        """Returns the state of the window that contains `row`.
 
-        For the row behind the last it is the state at the end.
+        For the row after the last it is the state at the end.
 
         Raises:
-            PlanError: The row is further behind the last.
+            PlanError: The row is later than that.
         """
         window = self._cached(row)
         if window is not None:
@@ -259,10 +259,10 @@ class Plan:
         return state
 
     def resume(self, state: WindowState) -> None:
-        """Lets the scan start from `state`: its rows are planned without those before.
+        """Lets the scan start from `state`: its rows are planned without the rows before it.
 
-        A state of another plan over the same datasets cannot be told from one of this plan: compare
-        fingerprints.
+        A state of another plan over the same datasets cannot be distinguished from one of this
+        plan: compare fingerprints.
 
         Raises:
             StateError: The state cannot be one of a plan over these datasets.
@@ -294,15 +294,15 @@ class Plan:
     def checkpoints(self) -> tuple[WindowState, ...]:
         """Returns the states that the scan has kept, for a later `Plan(..., checkpoints=...)`.
 
-        They are one every 16 windows, the resumed ones, and the end.
+        There is one every 16 windows, and also the resumed ones and the end.
         """
         with self._lock:
             return tuple(self._marks)
 
     def stats(self, stop_row: int | None = None, start_row: int = 0) -> PlanStats:
-        """Returns where the documents of rows `start_row` to `stop_row` went.
+        """Returns what became of the documents of rows `start_row` to `stop_row`.
 
-        It scans from the start, or from where the last call ended. `passes` and `unreached` count
+        It scans from the start, or from the end of the last call. `passes` and `unreached` count
         from row 0.
 
         Args:
@@ -310,7 +310,7 @@ class Plan:
             start_row: The first row to count.
 
         Raises:
-            PlanError: A row is behind the last, or a plan without an end is asked for its end.
+            PlanError: A row is after the last, or a plan without an end is asked for its end.
         """
         if stop_row is None and (stop_row := self.num_rows) is None:
             raise PlanError(at="stats", problem="this plan has no end", fix="Say up to which row.")
@@ -372,7 +372,7 @@ class Plan:
 
         Returns:
             The state of that window, and the window if it was planned on the way; the state at the
-            end and None where no window has the row.
+            end and None if no window has the row.
         """
         state = self._nearest(row)
         if self.spec.pack is None:
@@ -393,14 +393,14 @@ class Plan:
             window = self._planner.window(state)
             yield window
             if window.num_rows == 0 and window.dataset.size and not self.ends:
-                self.check_that_some_document_fits()  # else it would be scanned without end
+                self.check_that_some_document_fits()  # otherwise it would be scanned without end
             state = window.after
 
     def check_that_some_document_fits(self) -> None:
         """Checks that packing gives some document a place.
 
         Raises:
-            PlanError: Packing leaves out every document there is.
+            PlanError: Packing leaves out every document.
         """
         pack, num_docs = self.spec.pack, int(self._feed.num_docs.sum())
         if pack is None or not num_docs:
@@ -412,7 +412,7 @@ class Plan:
     # The methods that keep and find marks and windows take _lock themselves.
 
     def _nearest(self, row: int | None) -> WindowState:
-        """Returns the last known state that stands before or at `row` (None: the last of all)."""
+        """Returns the last known state at or before `row` (None: the last of all)."""
         if row is not None and row < 0:
             raise self._no_row(row)
         with self._lock:

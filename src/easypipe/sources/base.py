@@ -1,7 +1,7 @@
 """FileSource, the base of all file formats: columns (unknown ones are refused), types, reopening.
 
-Law (stateless reads): schema and rows follow from the files alone. What a read opened or remembered
-only makes the next one quicker.
+Law (stateless reads): schema and rows follow from the files alone. Whatever a read leaves open or
+in memory only makes the next read faster.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ READER_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """The result of looking over one file.
+    """The result of examining one file.
 
     Args:
         num_rows: The physical records; None if they are not counted. For the head of a file
@@ -59,9 +59,8 @@ class Survey:
         total_rows: The physical records of the whole file; None if they are not counted.
         cuts: As in Shard.
         schema: Every column of the file, in plain types (schemas.plain_type).
-        detail: Whatever the format needs in order to find rows again.
-        ended: False if the file stops without the mark of its end, so that an unknown number of
-            rows may be missing.
+        detail: Whatever the format needs to find rows again.
+        ended: False if the file has no end mark, so that an unknown number of rows may be missing.
     """
 
     num_rows: int | None
@@ -98,9 +97,8 @@ class FileOptions(TypedDict, total=False):
 class FileSource(Source):
     """The rows of one or many files of one format, one shard per file.
 
-    A subclass names its `kind`, a key of EXTENSIONS, looks over a file (`_survey`) and reads rows
-    of it (`_rows`). What it remembers between reads is shared by its copies, and must be thread
-    safe.
+    A subclass names its `kind`, a key of EXTENSIONS, examines a file (`_survey`) and reads rows of
+    it (`_rows`). What it keeps between reads is shared by its copies, and must be thread-safe.
 
     Files are opened when `schema`, `shards` or rows are first asked for. Law: for one set of files
     every batch has exactly `schema`. It is safe to use from many threads at once.
@@ -116,14 +114,14 @@ class FileSource(Source):
             in memory only.
 
     Raises:
-        SourceError: No file has a column that is asked for; the error lists those there are.
+        SourceError: No file has a column that is asked for; the error lists the columns that exist.
     """
 
     kind: str
     checks_text: ClassVar[bool] = True
     # whether rows may be missing from a batch even if nothing is wrong (blank lines)
     numbered: ClassVar[bool] = False
-    fetches: ClassVar[bool] = False  # whether `fetched` fetches what is not compressed
+    fetches: ClassVar[bool] = False  # whether `fetched` fetches files that are not compressed
 
     def __init__(
         self,
@@ -163,10 +161,10 @@ class FileSource(Source):
         Args:
             file: The file.
             survey: What `_survey` returned for it.
-            fields: The columns to return, in types that merge_types gave; columns of a type that
-                converts to them will do.
+            fields: The columns to return, in types that merge_types returned; columns of a type
+                that converts to them are accepted.
             start: The first row.
-            stop: The row behind the last one.
+            stop: The row after the last one.
         """
         raise NotImplementedError
 
@@ -198,10 +196,10 @@ class FileSource(Source):
         )
 
     def shard_identity(self, shard: int) -> str:
-        """Returns a digest of all that decides the rows of one shard.
+        """Returns a digest of everything that decides the rows of one shard.
 
-        These are its file, the reading options, and the schema that all files have together, with
-        the names of classes.
+        These are its file, the reading options, and the common schema of all files, with the names
+        of classes.
         """
         schema = [
             [field.name, str(field.type), *filter(None, [classes_of(field)])]
@@ -226,7 +224,7 @@ class FileSource(Source):
 
         Args:
             num_bytes: The plain bytes of a head.
-            files: Takes only the first so many files; None takes all.
+            files: Takes only this many files; None takes all.
         """
         clone = self.reopened()
         clone.files = tuple(
@@ -235,14 +233,14 @@ class FileSource(Source):
         return clone
 
     def reopened(self) -> Self:
-        """Returns a source of the same files that has looked at none of them yet."""
+        """Returns a source of the same files that has not examined any of them yet."""
         clone = copy.copy(self)
         clone._lock, clone._opened = threading.Lock(), None
         return clone
 
     @property
     def files_cut(self) -> int:
-        """How many files stop without the mark of their end."""
+        """How many files have no end mark."""
         return sum(not survey.ended for survey in self._open().surveys)
 
     def total_rows(self, shard: int) -> int | None:
@@ -252,21 +250,21 @@ class FileSource(Source):
     def select(self, columns: Sequence[str]) -> FileSource:
         """Returns a source of the same rows with only `columns`.
 
-        No other column is read, and what is wrong in another column spoils no row.
+        No other column is read, and faults in other columns do not spoil a row.
         """
         clone = copy.copy(self)
         clone.columns = _names(columns)
         try:
             opened = self._open()
         except SchemaError:
-            # Files that conflict in other columns may agree in these, so they are opened anew.
+            # Files that conflict in other columns may agree in these, so they are opened again.
             clone._lock = threading.Lock()
             return clone
         clone._opened = clone._only(opened)
         return clone
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """Returns rows `start` to `stop` of a shard, with those that were rejected.
+        """Returns rows `start` to `stop` of a shard, with the rejected rows.
 
         Raises:
             SourceError: The file cannot be read; a row is bad, and `on_error` is "error".
@@ -301,7 +299,7 @@ class FileSource(Source):
     def _column(
         self, file: FileRef, field: pa.Field, found: Mapping[str, pa.ChunkedArray], rows: int
     ) -> pa.Array:
-        """Returns a column of `rows` rows: one of those `found`, or what the folders name.
+        """Returns a column of `rows` rows: one of those `found`, or a value that the folders name.
 
         `rows` is given separately, because a table without columns forgets how many rows it has.
         """
@@ -338,7 +336,7 @@ class FileSource(Source):
             return self._opened
 
     def _look(self) -> _Opened:
-        """Looks over all files at once, and brings their schemas together."""
+        """Examines all files at once, and merges their schemas."""
 
         def one(file: FileRef) -> Survey:
             if file.num_bytes == 0:
@@ -373,26 +371,26 @@ class FileSource(Source):
         )
 
     def _only(self, opened: _Opened) -> _Opened:
-        """Returns what was found, narrowed to `columns`."""
+        """Returns the result of `_look`, narrowed to `columns`."""
         data = opened.data
         if self.columns is not None:
             self._require(data, opened.surveys)
             data = pa.schema([data.field(name) for name in self.columns])
-        names = [{*survey.schema.names} for survey in opened.surveys]  # each asking makes a list
+        names = [{*survey.schema.names} for survey in opened.surveys]  # each call makes a list
         fields = [pa.schema([field for field in data if field.name in had]) for had in names]
         numbered = self.numbered or self.on_error != "error"
         schema = with_row_numbers(data) if numbered else data
         return dataclasses.replace(opened, data=data, schema=schema, fields=fields)
 
     def _no_columns(self, surveys: Sequence[Survey]) -> SourceError:
-        """Returns the error for files without any column: no row is good, or there is none."""
+        """Returns the error for files without any column: no row is good, or there are no rows."""
         for file, survey in zip(self.files, surveys, strict=True):
             if survey.num_rows:
                 head = min(survey.num_rows, 1000)
                 rows = self._rows(file, survey, pa.schema([]), 0, head)
                 for reject in bad_of(rows.rejects):
                     return self._refusal(file, survey, reject)
-                if rows.numbers is None or len(rows.numbers):  # else they are blank lines
+                if rows.numbers is None or len(rows.numbers):  # otherwise they are blank lines
                     problem = "has rows, but columns cannot be determined from them"
                     fix = "Check its first row: JSON has no NaN or Infinity, and objects need keys."
                     return file.error(problem, fix)
@@ -422,14 +420,14 @@ class FileSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """The facts that are known once every file was looked over.
+    """The facts that are known once every file was examined.
 
     Attributes:
         surveys: One for each file.
         data: The columns, without ROW_NUMBER.
         schema: The columns, with ROW_NUMBER if rows are numbered.
         shards: One for each file.
-        fields: For each file, the fields of `data` that it has itself.
+        fields: For each file, the fields of `data` that the file itself has.
     """
 
     surveys: list[Survey]
@@ -440,7 +438,7 @@ class _Opened:
 
 
 def _names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns `columns` as a tuple; raises ConfigError for what is no list of different names."""
+    """Returns `columns` as a tuple; raises ConfigError if it is not a list of different names."""
     if columns is None:
         return None
     names = tuple(columns) if not isinstance(columns, str) else ()

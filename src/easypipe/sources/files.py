@@ -1,7 +1,7 @@
 """Resolves `data_files` (paths, globs, folders, URLs) to FileRefs, and reads ranges of files.
 
 A URL names an object, a pattern, a folder, or a file of a web server (HTTP). Nothing here guesses:
-a path that does not exist is a MissingFileError, never a name to look up on the Hub.
+a path that does not exist is a MissingFileError, and is never looked up on the Hub.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DataFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | FileRef]
 
 @functools.cache
 def _warn_once(message: str, *of: str | int) -> None:
-    """Logs a warning once, as a process may list the same files several times."""
+    """Logs a warning only once, because a process may list the same files several times."""
     log.warning(message, *of)
 
 
@@ -77,10 +77,9 @@ def resolve(
 ) -> list[FileRef]:
     """Returns every file that `data_files` names, in the order given, naturally sorted within each.
 
-    A folder stands for its data files of the formats `extensions` (None: all keys of EXTENSIONS);
-    names that begin with "." or "_" are left out. A file that a folder or pattern has under several
-    names, through links, is read once, and a link back into a folder is not followed again; both
-    with a warning.
+    A folder means its data files of the formats `extensions` (None: all keys of EXTENSIONS); names
+    that begin with "." or "_" are left out. If links give a file several names in a folder or
+    pattern, it is read once. A link back into a folder is not followed again. Both log a warning.
 
     Raises:
         MissingFileError: A path does not exist, or a pattern matches nothing.
@@ -147,11 +146,11 @@ def _listed(
 
 
 def read_range(file: FileRef, start: int, stop: int) -> bytes:
-    """Returns the bytes `start` to `stop` of the file at rest. It is thread safe.
+    """Returns the bytes `start` to `stop` of the file as stored. It is thread-safe.
 
-    This is the one place at which data files are read remotely: what fails for a passing reason is
-    tried again (core/remote.py). A small file is fetched whole, once, and kept: its bytes take no
-    longer to arrive than the answer to a request.
+    This is the only place where data files are read remotely: transient failures are retried
+    (core/remote.py). A small file is fetched whole, once, and kept: its bytes take no longer to
+    arrive than the answer to a request.
 
     Raises:
         SourceError: The file has changed or cannot be read.
@@ -166,13 +165,14 @@ def read_range(file: FileRef, start: int, stop: int) -> bytes:
             return data[start - first : stop - first]
     if file.num_bytes > SMALL_BYTES:
         return _requested(file, start, stop)
-    with _small[hash(file) % len(_small)]:  # threads that ask for it at the same time fetch it once
+    # threads that ask for it at the same time fetch it only once
+    with _small[hash(file) % len(_small)]:
         return _whole(file)[start:stop]
 
 
 @contextlib.contextmanager
 def held(file: FileRef, start: int, stop: int) -> Iterator[None]:
-    """Fetches a range of a remote file, and serves what is read of it within the block.
+    """Fetches a range of a remote file, and serves reads of it within the block.
 
     Raises:
         SourceError: The file has changed or cannot be read.
@@ -212,8 +212,8 @@ def open_binary(file: FileRef, ahead_bytes: int = 1 << 22) -> Any:
 
     Args:
         file: The file.
-        ahead_bytes: How much of a remote file is read at a time if less is asked for; small for
-            readers that jump about.
+        ahead_bytes: How many bytes of a remote file are read at a time if fewer are asked for;
+            small for readers that seek often.
 
     Raises:
         SourceError: The file is gone or changed.
@@ -239,7 +239,7 @@ def library_errors(at: str, what: str) -> Iterator[None]:
 
 
 class RangeFile(io.RawIOBase):
-    """A file object that reads by fetch(start, stop), which returns as much as there is."""
+    """A file object that reads by fetch(start, stop), which may return fewer bytes at the end."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], num_bytes: int) -> None:
         self._fetch, self._num_bytes, self._at = fetch, num_bytes, 0
@@ -371,7 +371,7 @@ def _matches(pattern: str, circles: list[str]) -> Iterable[str]:
 
 
 def _folders(top: str, circles: list[str]) -> Iterable[str]:
-    """Yields `top` and the folders below it that do not begin with a dot, those behind links last.
+    """Yields `top` and the folders below it that do not begin with a dot, linked ones last.
 
     Links to folders that were already yielded are appended to `circles`.
     """
@@ -395,12 +395,12 @@ def _folders(top: str, circles: list[str]) -> Iterable[str]:
 
 
 def _inode(file: FileRef) -> tuple[int, int] | str:
-    """Returns what identifies a file, whatever its name."""
+    """Returns what identifies a file, independent of its name."""
     if file.remote or file.local_copy is not None:  # the Hub's client stores equal files once
         return file.path
     try:
         status = os.stat(file.path)
-    except OSError:  # gone since it was listed, which reading it will report
+    except OSError:  # it was deleted after it was listed; reading it will report that
         return file.path
     return (status.st_dev, status.st_ino) if status.st_ino else file.path
 
@@ -419,7 +419,7 @@ WHOLE_BYTES = 64 << 20  # the largest file that is read from a server without ra
 def resolve_remote(
     text: str, storage_options: StorageOptions, kinds: tuple[str, ...]
 ) -> list[FileRef]:
-    """Returns the files that a URL, a pattern or a folder of a store names.
+    """Returns the files that a URL, a pattern or a folder of an object store names.
 
     Raises:
         MissingFileError: There is no such file.
@@ -427,7 +427,7 @@ def resolve_remote(
     """
     name = remote.public_url(text)
     here = FileRef(path=name, num_bytes=0, identity="", url=text, storage_options=storage_options)
-    # a single file on the Hub is read like any other, as saved folders name such files
+    # a single file on the Hub is read like any other, because saved folders name such files
     require(
         not text.startswith("hf://") or "." in text.rpartition("/")[2],
         "data_files",
@@ -513,7 +513,7 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
 
 
 def _sized(file: FileRef, num_bytes: int | None, identity: str) -> FileRef:
-    """Returns the file with what its server tells; raises SourceError if that is not a size."""
+    """Returns the file with its server's facts; raises SourceError if the size is not a number."""
     if num_bytes is None:
         raise file.error(
             "the server does not report its size", "Copy the file to storage that does."
@@ -522,7 +522,7 @@ def _sized(file: FileRef, num_bytes: int | None, identity: str) -> FileRef:
 
 
 def _identity(info: Json) -> str:
-    """Returns what the store changes with the content, else a digest of all that it tells."""
+    """Returns the store's mark of the content (etag), or a digest of all that the store says."""
     for key in ("generation", "etag", "ETag", "md5Hash", "md5", "checksum"):
         if info.get(key):
             return f"{key}:{info[key]}"

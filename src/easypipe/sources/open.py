@@ -48,13 +48,13 @@ def open_files(
 
     Args:
         data_files: Paths, globs, folders or URLs.
-        type: The format, a key of FORMATS; None takes the one that the extensions name.
+        type: The format, a key of FORMATS; None takes the format of the extensions.
         token_files: How documents lie in files of tokens.
         text_unit: What a row of text files is; None takes a line.
         options: Those of FileSource.
 
     Raises:
-        MissingFileError: A file is not there.
+        MissingFileError: A file does not exist.
         SourceError: An extension is unknown, or the files have several formats.
         ConfigError: The type is unknown, or an option has no effect.
     """
@@ -76,7 +76,7 @@ def open_files(
                 "own.",
             )
         type = str(next(iter(by_format)))
-        if type == "mds":  # of a folder that is named, its index says which shards must be there
+        if type == "mds":  # if a folder is named, its index says which shards must exist
             data_files = named
     more: Arguments = {}
     if type in TOKEN_EXTENSIONS:
@@ -102,7 +102,7 @@ def require_text_files(text_unit: TextUnit | None, kind: str) -> None:
 
 
 def _unknown(path: str) -> SourceError:
-    """Returns the error for a file whose extension names no format, with what to do about it."""
+    """Returns the error for a file whose extension is not that of a format, with what to do."""
     stem, ending = os.path.splitext(path)
     if ending.lower() in UNREAD:
         problem = f"{ending} files are not read"

@@ -18,7 +18,7 @@ def partition_values(
 ) -> list[tuple[tuple[str, str | int | None], ...]]:
     """Returns the (name, value) pairs of each path, from the folders between `root` and the file.
 
-    A value is int if all values of its name are.
+    A value is an integer if all values of its name are integers.
 
     Raises:
         SourceError: Files have different names of partitions.
@@ -47,7 +47,7 @@ def partition_values(
 
 
 def partition_schema(partitions: Sequence[tuple[str, str | int | None]]) -> pa.Schema:
-    """Returns the columns of one file's partitions, of type null where the value is null."""
+    """Returns the columns of one file's partitions; the type is null if the value is null."""
     kinds = {int: pa.int64(), str: pa.large_string()}
     return pa.schema(
         [
@@ -72,7 +72,7 @@ def _pairs(below: str) -> dict[str, str | None]:
 
 
 def _is_int(text: str | None) -> bool:
-    """Returns whether a text is an integer that prints as it stands: 007 stays text."""
+    """Returns whether a text is an integer in its usual spelling: 007 stays text."""
     digits = (text or "").removeprefix("-")
     return (
         digits.isascii()

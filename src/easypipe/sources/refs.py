@@ -17,7 +17,7 @@ from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import is_remote
 from easypipe.sources.partitions import partition_values
 
-# The extensions of each format; those of line formats may be followed by that of a compression.
+# The extensions of each format; for line formats, a compression's extension may follow.
 EXTENSIONS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet", ".pq"),
     "arrow": (".arrow", ".arrows", ".ipc", ".feather"),
@@ -26,12 +26,12 @@ EXTENSIONS: dict[str, tuple[str, ...]] = {
     "txt": (".txt", ".text"),
     "mds": (".mds",),
 }
-# Read only if a file is named, or with type=: a folder of text may hold a .bin of anything.
+# Read only if a file is named, or with type=: a .bin in a folder of text may hold anything.
 TOKEN_EXTENSIONS: dict[str, tuple[str, ...]] = {
     "tokens": (".npy", ".bin"),
     "arrayrecord": (".array_record", ".arrayrecord"),
 }
-# Read only if a file is named, or with type=, too: not every .tar is a WebDataset.
+# These too are read only if a file is named, or with type=: not every .tar is a WebDataset.
 ARCHIVE_EXTENSIONS: dict[str, tuple[str, ...]] = {"webdataset": (".tar",)}
 ALL_EXTENSIONS = {**EXTENSIONS, **TOKEN_EXTENSIONS, **ARCHIVE_EXTENSIONS}
 COMPRESSIONS: dict[str, str] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2"}
@@ -44,15 +44,16 @@ class FileRef:
 
     Args:
         path: Its absolute path or URL, without credentials.
-        num_bytes: Its size at rest.
+        num_bytes: Its size as stored.
         identity: A text that changes when the content does (mtime in ns; an object's etag).
-        partitions: The values that its folders name (`lang=en/`), which are constant columns of its
-            rows.
-        url: Where it is read, if that is not `path`; it may be signed, so it is never shown.
+        partitions: The values in the names of its folders (`lang=en/`), which are constant columns
+            of its rows.
+        url: The address to read from, if that is not `path`; it may be signed, so it is never
+            shown.
         storage_options: Passed to fsspec; they may hold credentials, so they are never shown.
         local_copy: A copy on this machine, which is read instead.
-        head_bytes: For a file of records, reads only those that end within so many first plain
-            bytes.
+        head_bytes: For a file of records, reads only the records that end within this many first
+            plain bytes.
     """
 
     path: str
@@ -102,7 +103,7 @@ def format_of(path: str) -> str | None:
     name = plain_name(path).rstrip("/").rpartition("/")[2].lower()
     stem, dot, last = name.rpartition(".")
     if ".array" in name:
-        name = re.sub(r"-\d+-of-\d+$", "", name)  # name.array_record-00000-of-00004, as TFDS has it
+        name = re.sub(r"-\d+-of-\d+$", "", name)  # name.array_record-00000-of-00004, as in TFDS
     compressed = f"{dot}{last}" in COMPRESSIONS
     if compressed:
         name = stem
@@ -121,7 +122,7 @@ def compression_of(path: str) -> str | None:
 
 
 def plain_name(path: str) -> str:
-    """Returns `path` without the query of a URL, which would hide its extension."""
+    """Returns `path` without the query of a URL, which would hide the extension."""
     return path.partition("?")[0] if remote.is_http(path) else path
 
 
@@ -130,7 +131,7 @@ def data_files_in(
 ) -> list[str]:
     """Returns the data files of a folder, naturally sorted.
 
-    Names that begin with "." or "_" are left out, as writers keep their own records under such
+    Names that begin with "." or "_" are left out, because writers keep their own records under such
     names.
 
     Args:
@@ -163,13 +164,13 @@ def data_files_in(
 
 
 def fixed_part(pattern: str) -> str:
-    """Returns the folders of a pattern in front of the first one with a wildcard."""
+    """Returns the folders of a pattern before the first one with a wildcard."""
     parts = pattern.split("/")
     return "/".join(parts[: next(i for i, part in enumerate(parts) if glob.has_magic(part))])
 
 
 def partitioned(files: list[FileRef], root: str) -> list[FileRef]:
-    """Returns the files with the values that their folders below `root` name."""
+    """Returns the files with the values that their folders below `root` have in their names."""
     values = partition_values([file.path for file in files], root)
     return [
         replace(file, partitions=value) if value else file

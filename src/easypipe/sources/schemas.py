@@ -1,12 +1,12 @@
 """One schema for files or sources that differ: types merged by name, mixed ones kept as JSON text.
 
-string → large_string, list → large_list (so that no batch meets the 2^31 limit of int32 offsets),
+string → large_string, list → large_list (so that no batch reaches the 2^31 limit of int32 offsets),
 dictionaries and extensions → their values, every field nullable, no metadata. Equal content then
-has an equal schema whatever wrote it.
+has an equal schema, whatever program wrote it.
 
-A column whose values no Arrow type holds together (objects in which one key has several types) is
-JSON text, of the type `arrow.json`; so is one that has values of that type anywhere within, as
-`datasets` writes mixed types.
+If no Arrow type holds all values of a column (objects in which one key has several types), the
+column is JSON text, of the type `arrow.json`. So is a column that has values of that type anywhere
+inside, as `datasets` writes mixed types.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ UNITS = ("s", "ms", "us", "ns")  # units of time, each finer than the one before
 
 
 class TypeConflict(Exception):
-    """Two types that no common one holds without loss or guess."""
+    """Two types that have no common type without loss or guessing."""
 
 
 def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
     """Returns `schema` in plain types, with the names of classes that it has.
 
-    A stored `__row_number__` is left out: it numbers rows of the shard it was made from, not of
-    this one.
+    A stored `__row_number__` is left out: it numbers the rows of the shard that it was made from,
+    not of this one.
 
     Raises:
-        SchemaError: Two columns have one name.
+        SchemaError: Two columns have the same name.
     """
     seen: set[str] = set()
     for name in schema.names:
@@ -75,7 +75,7 @@ def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
 def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
     """Returns the type that holds both.
 
-    Null gives way to any type. Numbers, decimals and units of time widen. Structs join their
+    Null gives way to any type. Numbers, decimals and units of time widen. Structs unite their
     fields. Fixed-size lists become lists when they meet others.
 
     Raises:
@@ -166,7 +166,7 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
 def _require_same_classes(
     path: str, field: pa.Field, named: dict[str, tuple[str, pa.Field]]
 ) -> None:
-    """Raises SchemaError where a file before this one has other names for a column's classes."""
+    """Raises SchemaError if an earlier file has other names for a column's classes."""
     classes = classes_of(field)
     if classes is None:
         return
@@ -193,7 +193,7 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
     have = array.type
     if have.equals(kind):
         return array
-    if t.is_null(have) or t.is_null(kind):  # a column of type null holds nothing but null
+    if t.is_null(have) or t.is_null(kind):  # a column of type null holds only nulls
         return pa.nulls(len(array), kind)
     if t.is_struct(have) and t.is_struct(kind):
         by_name = {
@@ -240,8 +240,8 @@ def _as_json(array: pa.Array) -> pa.Array:
 def json_text(value: Any) -> str:
     """Returns a value as JSON.
 
-    A text that is JSON of a list or an object already stays as it is, since other values of its
-    column are lists or objects.
+    JSON of a list or an object stays unchanged, because other values of its column are lists or
+    objects.
     """
     if isinstance(value, str):
         try:
@@ -253,10 +253,10 @@ def json_text(value: Any) -> str:
 
 
 def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
-    """Returns Python values, and for JSON text the value that it says.
+    """Returns Python values; JSON text is parsed.
 
-    A null in a struct may be a key that only other rows have, so it is left out, except for keys in
-    `keep` of the outermost struct: messages have both.
+    A null in a struct may be a key that only other rows have, so it is left out. Keys in `keep` of
+    the outermost struct stay, because every message has them.
     """
     kind, t = array.type, pa.types
     if is_json(kind):

@@ -33,15 +33,15 @@ _WORDS = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+
 class Part:
     """Rows `start` to `stop` of a split, over its files in order.
 
-    Bounds are rows, or percent of all rows (`10%`), from the end if they are negative; percent are
-    rounded to the nearest row.
+    Bounds are rows, or percentages of all rows (`10%`), counted from the end if they are negative;
+    percentages are rounded to the nearest row.
 
     Args:
         text: The split as it was written.
         start: The first bound; None begins at the first row.
         stop: The second bound; None goes to the last row.
-        limits: Whether this is a limit (`num_rows`): the first rows, or all if there are fewer. No
-            row behind them is counted.
+        limits: Whether this is a limit (`num_rows`): the first rows, or all if there are fewer.
+            Later rows are not counted.
     """
 
     text: str
@@ -51,20 +51,20 @@ class Part:
 
     @property
     def first_rows(self) -> int | None:
-        """How many first rows hold it; None if that depends on how many there are."""
+        """How many first rows contain it; None if that depends on the number of rows."""
         start = self.start or "0"
         counted = start == "0%" or start.isdigit()
         return int(self.stop) if counted and self.stop is not None and self.stop.isdigit() else None
 
     def rows(self, num_rows: int, at: str = "split") -> tuple[int, int]:
-        """Returns the first row, and the row behind the last one.
+        """Returns the first row, and the row after the last one.
 
         Args:
             num_rows: How many rows there are.
-            at: What errors call the part.
+            at: The name of the part in errors.
 
         Raises:
-            ConfigError: The part holds none of `num_rows` rows.
+            ConfigError: The part does not contain any of the `num_rows` rows.
         """
         start, stop = _bound(self.start, num_rows, 0), _bound(self.stop, num_rows, num_rows)
         require(
@@ -77,7 +77,7 @@ class Part:
 
 
 def parse_split(text: str) -> tuple[str, Part | None]:
-    """Returns the name of a split, and the part of it that is asked for; None for all of it.
+    """Returns the name of a split, and the part that is asked for; None for the whole split.
 
     Raises:
         ConfigError: The text is neither a name nor a part of a split.
@@ -118,12 +118,12 @@ class PartialSource(Source):
 
     Args:
         source: All rows.
-        part: Which of them.
-        at: What errors call the part.
+        part: The part.
+        at: The name of the part in errors.
 
     Raises:
         SourceError: Rows cannot be counted.
-        ConfigError: The part holds no row.
+        ConfigError: The part is empty.
     """
 
     def __init__(self, source: ShardedSource, part: Part, at: str = "split") -> None:

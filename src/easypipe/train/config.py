@@ -65,7 +65,7 @@ class LossConfig:
         check_at_least(self, 1, "chunk_size")
 
 
-# What a run can measure beside its loss.
+# What a run can measure besides its loss.
 Measure = Literal["sources", "bits_per_byte", "token_accuracy", "entropy"]
 
 # Losses of pairs, with the names and formulas of TRL.
@@ -96,24 +96,24 @@ SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
 class PreferenceConfig:
     """Training on pairs of answers: direct preference optimization and related losses.
 
-    The data must have pairs (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`); for kto
-    and apo_zero_unpaired a verdict on each answer (`desirable_column`).
+    The data must have pairs (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`). The losses
+    kto and apo_zero_unpaired need a verdict on each answer instead (`desirable_column`).
     """
 
     # the loss, by its name in TRL: `sigmoid` is DPO; `reward` trains a reward model (a head of one
     # number)
     loss: PreferenceLoss = "sigmoid"
     # how closely the model is held to its reference: a smaller value lets it go further; for orpo,
-    # the weight of the odds ratio beside the loss of the chosen answer
+    # the weight of the odds ratio, which is added to the loss of the chosen answer
     beta: float = 0.1
     label_smoothing: float = 0.0  # the share of preferences that are assumed to be wrong
     margin: float | None = None  # for simpo, by how much the chosen answer must win; None means 0.5
     desirable_weight: float = 1.0  # for kto and apo_zero_unpaired, the weight of desirable answers
     # for kto and apo_zero_unpaired, the weight of undesirable answers
     undesirable_weight: float = 1.0
-    # what answers are compared to: `initial` is the model before training, whose trained parameters
-    # are kept a second time; `cached` computes its log-probabilities of all data before the first
-    # step, and caches them; `none` compares to no model
+    # what answers are compared to: `initial` is the model before training, and keeps a second copy
+    # of its trained parameters; `cached` computes that model's log-probabilities of all data before
+    # the first step, and caches them; `none` compares to no model
     reference: Literal["initial", "cached", "none"] = "initial"
 
     @property
@@ -128,7 +128,7 @@ class PreferenceConfig:
 
     @property
     def tells(self) -> tuple[str, ...]:
-        """The names of what the loss reports of a step or an evaluation beside its value."""
+        """The names of the metrics that the loss reports besides its value."""
         if self.loss not in UNPAIRED:
             return "reward_margin", "reward_accuracy"
         return "reward_desirable", "reward_undesirable", *(("kl",) if self.loss == "kto" else ())
@@ -177,8 +177,8 @@ class DistillConfig:
     """Distillation: the model is trained towards a teacher's distribution at every target.
 
     The data holds the teacher's k likeliest tokens for every token, and their log-probs
-    (`aligned_columns`). A token whose log-probs are all 0 has no teacher, and is trained by its
-    label alone.
+    (`aligned_columns`). A token whose log-probs are all 0 has no teacher, and only its label counts
+    in the loss.
     """
 
     # weight of the divergence from the teacher; the label's loss has the weight 1 - weight
@@ -204,9 +204,10 @@ class DistillConfig:
 
 @config
 class CheckpointConfig:
-    """Model, optimizer, loader state and configuration, committed together.
+    """How often checkpoints are saved, and how many are kept.
 
-    The last step is always saved.
+    A checkpoint commits model, optimizer, loader state and configuration together. The last step is
+    always saved.
     """
 
     # steps between checkpoints; None saves only at the end, and when a signal stops the run
@@ -221,13 +222,14 @@ class CheckpointConfig:
 class SpikeConfig:
     """When a run goes back to its last good checkpoint: after `patience` bad steps in succession.
 
-    A step is bad if its loss, gradient or update is not finite, or its loss is over `threshold`
-    standard deviations above the median of the last `window` good ones (measured by the median
-    absolute deviation). The batches
-    since that checkpoint are skipped; rollbacks.jsonl names their documents.
+    A step is bad if its loss, gradient or update is not finite, or if its loss is more than
+    `threshold` standard deviations above the median of the last `window` good ones. The standard
+    deviation is estimated by the median absolute deviation. The batches since that checkpoint are
+    skipped; rollbacks.jsonl names their documents.
     """
 
-    # how many good steps define the usual loss; no step is judged before there are so many
+    # how many good steps define the usual loss; no loss is called a spike before there are that
+    # many
     window: int = 128
     # a step is bad if its loss is this many standard deviations above the median
     threshold: float = 10.0
@@ -245,8 +247,8 @@ class TrainingConfig:
     """One training run.
 
     `output_dir` holds checkpoints/, metrics.jsonl, run.yaml, versions.json, fingerprints.json and
-    the plots; `easypipe report` makes a page of it. `learning_rate` and `random_seed` are other
-    names of optimizer.learning_rate and seed.
+    the plots; `easypipe report` makes a page of them. `learning_rate` and `random_seed` are aliases
+    of optimizer.learning_rate and seed.
     """
 
     output_dir: str | Path = "run"  # the folder that the run writes to
@@ -273,8 +275,8 @@ class TrainingConfig:
     # a preset (dp, fsdp, zero1, tp, hybrid), or the devices along data, fsdp, sequence and tensor,
     # as in MeshConfig
     mesh: str | MeshConfig = "dp"
-    # another name of data.load.accumulation_steps, for loaders of your own: every batch is cut into
-    # this many micro-batches, which takes less memory and gives the same update
+    # an alias of data.load.accumulation_steps, for loaders of your own: every batch is cut into
+    # this many micro-batches, which takes less memory and leaves the update the same
     accumulate_steps: int = 1
     seed: int = 0  # seed of the initial parameters, and of dropout if the model has any
     log_every: int = 1  # steps between lines of metrics.jsonl
@@ -404,10 +406,10 @@ def accumulating(config: TrainingConfig, pieces: int) -> TrainingConfig:
 
     Args:
         config: The options of the run.
-        pieces: data.load.accumulation_steps, of which accumulate_steps is another name.
+        pieces: data.load.accumulation_steps; accumulate_steps is an alias of it.
 
     Raises:
-        ConfigError: accumulate_steps gives another number.
+        ConfigError: accumulate_steps is a different number.
     """
     own = config.accumulate_steps
     require(

@@ -8,14 +8,15 @@ if TYPE_CHECKING:
     from easypipe.core.protocols import Reject
 
 NOTHING_TO_TRAIN = "nothing_to_train"
-EMPTY = "empty"  # the text has no characters, or white space alone
+EMPTY = "empty"  # the text has no characters, or only white space
 TOO_LONG = "too_long"
 # the template took more time, memory or characters than a row may take
 BEYOND_LIMITS = "beyond_limits"
-REFUSED_BY_TOKENIZER = "refused_by_tokenizer"  # it raises an error, or panics, at the text
+# the tokenizer raises an error, or panics, on the text
+REFUSED_BY_TOKENIZER = "refused_by_tokenizer"
 # the option `reasoning` has no effect, since the chat template never prints reasoning
 UNPRINTED_REASONING = "unprinted_reasoning"
-# such rows are dropped and counted; they are no errors
+# such rows are dropped and counted; they are not errors
 BENIGN = (NOTHING_TO_TRAIN, EMPTY, TOO_LONG)
 
 _ADVICE = {
@@ -56,5 +57,5 @@ class Refused(NamedTuple):
 
 
 def advice(reason: str, otherwise: str = "Correct the row") -> str:
-    """Returns what helps rows that are refused for `reason`, as the beginning of a sentence."""
+    """Returns what helps rows that are refused for `reason`, as the start of a sentence."""
     return _ADVICE.get(reason, otherwise)

@@ -1,8 +1,8 @@
 """Flash attention over packed rows on TPUs, by jax's splash attention kernels; their block sizes.
 
-They are jax.experimental.pallas.ops.tpu.splash_attention. Blocks that the causal mask or the window
-hides are never read; segments within the others are masked (they differ from row to row, and the
-kernel's list of blocks does not).
+They are jax.experimental.pallas.ops.tpu.splash_attention. Blocks hidden by the causal mask or the
+window are never read. Segments within the other blocks are masked: they differ from row to row, and
+the kernel's list of blocks does not.
 
 B batch · Q query slots of this device · S slots of the row · H query heads · K key and value heads
 · h head width
@@ -35,10 +35,10 @@ def make_kernel(
     *,
     interpret: bool,
 ) -> splash.SplashAttentionKernel:
-    """Returns the kernel for rows of `slots` whose queries lie over `shards` devices.
+    """Returns the kernel for rows of `slots` whose queries are sharded over `shards` devices.
 
     Each device has `heads` query heads. The kernel is a pytree of block lists, which belong to the
-    trace that this is called in.
+    trace in which this is called.
     """
     size = next(size for size in BLOCKS if slots // shards % size == 0)
     square = (slots, slots)
@@ -71,7 +71,7 @@ _SIZES = (
 def kernel_specs(
     kernel: splash.SplashAttentionKernel, sequence: str | None
 ) -> splash.SplashAttentionKernel:
-    """Returns where the kernel's block lists lie: over the devices that share the queries."""
+    """Returns the specs of the kernel's block lists: over the devices that share the queries."""
     if sequence is None:
         return jax.tree.map(lambda _: P(), kernel)
     mesh = jax.sharding.get_abstract_mesh()
@@ -98,6 +98,6 @@ def attention(
         for array in ((query_BQHh * scale).astype(query_BQHh.dtype), key_BSKh, value_BSKh)
     )
     segments = splash.SegmentIds(query_segments, key_segments)
-    # The kernel returns its sums besides, where they are asked for; here they are not.
+    # The kernel can also return its sums; here they are not asked for.
     mixed = cast("Array", jax.vmap(kernel)(query, key, value, segments))
     return mixed.swapaxes(1, 2).astype(query_BQHh.dtype)

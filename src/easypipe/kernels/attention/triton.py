@@ -1,8 +1,8 @@
 """Flash attention over packed rows on NVIDIA GPUs (Pallas, Triton), both ways; its block sizes.
 
-Dao, FlashAttention-2, 2023. Segments are contiguous, so what a query may see is one run of slots,
-`first[q]..q`, and what a key is seen by is `k..last[k]`. The two numbers carry segments, the causal
-mask and the window; blocks that lie outside a run are never read.
+Dao, FlashAttention-2, 2023. Segments are contiguous, so a query sees one run of slots,
+`first[q]..q`, and a key is seen by the run `k..last[k]`. The two numbers express segments, the
+causal mask and the window; blocks outside a run are never read.
 
 B batch · Q query slots of this device · S slots of the row · H query heads · K key and value heads
 · G = H / K · h head width
@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 
 from easypipe.core.values import Arguments
 
-NEVER = -1e30  # stands for -inf: inf - inf would be nan in a row that has met no key yet
+NEVER = -1e30  # means -inf: inf - inf would be nan in a row that has met no key yet
 LOG2_E = math.log2(math.e)
 
 
@@ -76,7 +76,7 @@ def blocks_of(query: Array) -> Blocks:
     """Returns the blocks by the bytes of a head.
 
     Those of at most 512 bytes were the fastest on an H200 in bfloat16 (heads of 64, 128 and 256
-    numbers, 4,096 slots); larger ones fit its 227 KiB of shared memory and are not timed.
+    numbers, 4,096 slots); larger ones fit its 227 KiB of shared memory but are not timed.
     """
     head_bytes = query.shape[-1] * query.dtype.itemsize
     if head_bytes <= 128:
@@ -109,8 +109,8 @@ def attention(
 def _attention_forward(
     query: Array, key: Array, value: Array, runs: Runs, options: Options
 ) -> tuple[Array, _Kept]:
-    # The results are named, so that a remat policy can keep them: the backward pass then runs no
-    # forward kernel again.
+    # The results are named, so that a remat policy can keep them: then the backward pass does not
+    # run a forward kernel again.
     mixed, lse = (
         checkpoint_name(array, "attention") for array in _forward(query, key, value, runs, options)
     )
@@ -345,7 +345,7 @@ def _scores(
 ) -> tuple[Array, Array | float]:
     """Returns scores in units of log 2, and their derivative by query·key, in nats.
 
-    A score is NEVER where a query does not see a key.
+    A score is NEVER if a query does not see a key.
     """
     score, slope = plgpu.dot(query, key, trans_b=True) * options.scale, options.scale
     if options.soft_cap is not None:

@@ -43,9 +43,9 @@ class TokenStats(NamedTuple):
 
     Attributes:
         lse: log sum_v exp z, in nats; also for ignored tokens.
-        log_probs: log p(label), in nats; 0 where the token does not count.
-        correct: Whether no token is likelier than the label (a tie counts); False where the token
-            does not count.
+        log_probs: log p(label), in nats; 0 if the token does not count.
+        correct: Whether no token is likelier than the label (a tie counts); False if the token does
+            not count.
         counted: Whether the label is a token of the vocabulary and not ignore_index.
     """
 
@@ -132,54 +132,56 @@ def fused_linear_cross_entropy(
     """Returns the cross entropy of `softmax(cap(hidden @ lm_head + bias) / temperature)`, in nats.
 
     Per token, with ε = label_smoothing and lse the log-sum-exp of its logits, it is `(1-ε)·nll +
-    ε·mean over the vocabulary of -log p + z_loss·lse²`. A token does not count where its label is
+    ε·mean over the vocabulary of -log p + z_loss·lse²`. A token does not count if its label is
     `ignore_index`, or, under jit, outside [0, V).
 
-    Products are taken in the dtype of the inputs (bfloat16, float32 or float64; the wider where
+    Products are taken in the dtype of the inputs (bfloat16, float32 or float64; the wider one if
     they differ) and accumulated in float32 (float64); gradients have the dtype of their input. It
     is differentiable once, in reverse mode, in hidden, lm_head, bias and weights. It works under
-    jit, remat, scan, inside shard_map (on what the device holds) and on arrays that the compiler
+    jit, remat, scan, inside shard_map (on the device's own part) and on arrays that the compiler
     partitions.
 
     Args:
         hidden: The hidden states.
-        lm_head: The head, as `layout` says.
+        lm_head: The head, in the given `layout`.
         labels: Token ids, in the leading shape of `hidden`.
-        bias: Is added to the logits.
+        bias: Added to the logits.
         weights: Multiply the loss of each token; None means 1.
         ignore_index: The label of tokens that do not count.
         z_loss: The weight of lse².
         label_smoothing: ε above.
         logit_soft_cap: c of `cap(x) = c·tanh(x/c)`; None for no cap.
-        temperature: `hidden` and `bias` are divided by it in their dtypes, so no implementation has
-            more to do; lse and log p are those of the divided logits.
-        reduction: "sum"; "mean", which divides by the summed weights of the tokens that count (0
-            where they sum to 0); "none", every token's, 0 where it does not count.
+        temperature: `hidden` and `bias` are divided by it in their dtypes, so implementations need
+            not handle it; lse and log p are those of the divided logits.
+        reduction: "sum"; "mean", which divides by the summed weights of the tokens that count (the
+            mean is 0 if they sum to 0); "none", every token's loss, 0 if it does not count.
         with_tokens: Returns `LossWithTokens(loss, TokenStats(lse, log_probs, correct, counted))`.
         layout: "dv" for an lm_head [D, V], "vd" for [V, D] (tied embeddings); None takes the one
-            that fits, which a square head leaves open.
-        sharding: How the arguments lie on the mesh of `jax.set_mesh`; without it the compiler
-            decides, rightly but slowly.
-        implementation: "reference" holds all logits; "chunked" is XLA alone; "pallas_tpu" and
-            "pallas_gpu" are written for these. None takes "pallas_tpu" where the program is lowered
-            for a TPU, "pallas_gpu" for CUDA, and "chunked" elsewhere and where these refuse:
-            float64, several devices without `sharding`, a shard_map around it with check_vma=True.
-        rule: "fast" takes the gradient in the forward pass, with the logits of `chunk_size` tokens
-            in memory (of all, where there are no more) in the dtype of the inputs; "strict" holds
-            no more than a tile and recomputes. None takes "fast" for "mean" and "sum" while 256
-            tokens' logits take at most 2 GiB, else "strict".
-        chunk_size: Tokens per device. None takes 4096 on TPU and CUDA, 1024 elsewhere, less where
-            their logits would take more than 2 GiB; "chunked" takes it for the tokens of its tiles
-            under "strict".
+            that fits; a square head needs an explicit one.
+        sharding: How the arguments are sharded over the mesh of `jax.set_mesh`; without it the
+            compiler decides, correctly but slowly.
+        implementation: "reference" holds all logits; "chunked" is plain XLA; "pallas_tpu" and
+            "pallas_gpu" are for these devices. None takes "pallas_tpu" if the program is lowered
+            for a TPU, "pallas_gpu" for CUDA, and "chunked" elsewhere. It also takes "chunked" if
+            these refuse: float64, several devices without `sharding`, a shard_map around it with
+            check_vma=True.
+        rule: "fast" computes the gradient in the forward pass, with the logits of `chunk_size`
+            tokens (or of all, if there are fewer) in memory in the dtype of the inputs. "strict"
+            holds no more than a tile and recomputes. None takes "fast" for "mean" and "sum" while
+            256 tokens' logits take at most 2 GiB, otherwise "strict".
+        chunk_size: Tokens per device. None takes 4096 on TPU and CUDA and 1024 elsewhere, or fewer
+            if their logits would take more than 2 GiB. Under "strict", it is the number of tokens
+            in the tiles of "chunked".
         float32_logits: The logits are never rounded to the dtype of the inputs, so the rule is
-            "strict". Without it "fast" rounds them, and on CUDA "strict" too (elsewhere "strict"
-            keeps float32 anyway); there it costs slabs of half as many tokens.
+            "strict". Without it, "fast" rounds them, and on CUDA "strict" does too (elsewhere
+            "strict" keeps float32 anyway). On CUDA this option halves the number of tokens in a
+            slab.
 
     Returns:
         float32 (float64 for float64 inputs).
 
     Raises:
-        ConfigError: Shapes and dtypes do not fit, a layout is left open, a label is outside the
+        ConfigError: Shapes and dtypes do not fit, the layout is ambiguous, a label is outside the
             vocabulary (only outside jit), an option is out of range or without effect, the mesh
             lacks a sharding, or an implementation cannot run. The message names every reason.
     """
@@ -236,9 +238,9 @@ def fused_cross_entropy(
 ) -> Array | LossWithTokens:
     """Returns the loss of fused_linear_cross_entropy for callers that have the logits.
 
-    Nothing of their size is made but their gradient, which has their dtype. Options are as there;
-    `sharding.vocab` is that of the last dimension of the logits, `sharding.embed` is not used.
-    "pallas_tpu" is not an implementation here: on TPU, XLA's own row kernels run.
+    Nothing of the logits' size is made except their gradient, which has their dtype. Options are as
+    there; `sharding.vocab` is that of the last dimension of the logits, and `sharding.embed` is not
+    used. "pallas_tpu" is not an implementation here: on TPU, XLA's own row kernels run.
 
     Raises:
         ConfigError: As there.
@@ -276,11 +278,11 @@ def token_log_probs(
     implementation: Implementation | None = None,
     float32_logits: bool = True,
 ) -> Float[Array, "*tokens"]:
-    """Returns log p(label) of every token, in nats, 0 where it does not count.
+    """Returns log p(label) of every token, in nats, or 0 if it does not count.
 
-    It is differentiable, by the rule "strict". This is for losses that are no weighted sum of cross
-    entropies, such as those of preferences (Rafailov et al., DPO, 2023). Arguments, dtypes and
-    errors are those of fused_linear_cross_entropy; but `float32_logits` is the default here: a
+    It is differentiable, by the rule "strict". It is for losses that are not a weighted sum of
+    cross entropies, such as those of preferences (Rafailov et al., DPO, 2023). Arguments, dtypes
+    and errors are those of fused_linear_cross_entropy, but here `float32_logits` is the default: a
     log-ratio is a small difference of two of these, and the rounding of bfloat16 logits would be as
     large as it.
     """
@@ -316,11 +318,11 @@ def token_entropy(
     sharding: LossSharding | None = None,
     implementation: Literal["reference", "chunked"] | None = None,
 ) -> Float[Array, "*tokens"]:
-    """Returns the entropy of the model's prediction in the place of every token, in nats.
+    """Returns the entropy of the model's prediction at every token, in nats.
 
-    It is `-sum p log p` over the vocabulary, 0 where the label does not count. No gradient passes
-    through it. It takes one product of hidden states and head more than the loss, by XLA on every
-    device, of which no more than a tile exists at a time. Arguments, dtypes and errors are those of
+    It is `-sum p log p` over the vocabulary, or 0 if the label does not count. No gradient passes
+    through it. It takes one more product of hidden states and head than the loss, by XLA on every
+    device; no more than a tile of it exists at a time. Arguments, dtypes and errors are those of
     fused_linear_cross_entropy; the kernels "pallas_tpu" and "pallas_gpu" do not compute it.
     """
     call = checked(
@@ -355,7 +357,7 @@ def sequence_log_probs(
 ) -> Float[Array, "*batch"]:
     """Returns the sum of `token_log_probs` over each sequence, with its options.
 
-    It is log p(response) where the prompt's labels are `ignore_index`.
+    If the prompt's labels are `ignore_index`, it is log p(response).
     """
     return token_log_probs(hidden, lm_head, labels, **options).sum(axis=-1)
 

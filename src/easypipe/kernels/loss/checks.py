@@ -1,6 +1,6 @@
-"""Checks of the loss's arguments, and of an implementation asked for by name, in one error.
+"""Checks of the loss's arguments, and of a requested implementation, in one error.
 
-A request that passes comes out as the arrays that the kernels take, and the plan.
+A request that passes becomes the arrays that the kernels take, and the plan.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a call of the api; `lm_head` is None where `hidden` are the logits."""
+    """The arguments of a call of the api; `lm_head` is None if `hidden` are the logits."""
 
     at: str
     hidden: Array
@@ -65,7 +65,7 @@ class Request:
     chunk_size: int | None = None
     float32_logits: bool = False
     temperature: float = 1.0
-    entropy: bool = False  # whether the entropy is asked for, which XLA alone computes
+    entropy: bool = False  # whether the entropy is asked for, which only XLA computes
 
     @functools.cached_property
     def arrays(self) -> dict[str, Array]:
@@ -80,9 +80,9 @@ class Request:
         return {name: array for name, array in found.items() if array is not None}
 
     def with_layout(self) -> Request:
-        """Returns the same request, of arrays, with the layout that the head's shape tells.
+        """Returns the same request, of arrays, with the layout that the head's shape shows.
 
-        The layout is None where the shape does not tell it, and where there is no head.
+        The layout is None if the shape does not show it, or if there is no head.
         """
         arrays = {name: jnp.asarray(array) for name, array in self.arrays.items()}
         hidden, lm_head, layout = arrays["hidden"], arrays.get("lm_head"), self.layout
@@ -117,10 +117,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Call:
-    """A request that passed the checks, as the kernels take it."""
+    """A request that passed the checks, in the form for the kernels."""
 
-    inputs: Inputs  # lm_head is None where hidden are the logits
-    weights: Array  # accumulator dtype, 0 where a token does not count
+    inputs: Inputs  # lm_head is None if hidden are the logits
+    weights: Array  # accumulator dtype, 0 if a token does not count
     counted: Array
     plan: Plan
     rule: Rule
@@ -136,7 +136,7 @@ def checked(request: Request) -> Call:
     """
     request = request.with_layout()
     problems = [*_shapes(request), *_numbers(request), *_names(request), *_mesh(request)]
-    if not problems:  # what follows needs shapes and names that are right
+    if not problems:  # the next checks need valid shapes and names
         problems = [*_labels(request), *_runs(request)]
     require(not problems, request.at, "; ".join(problems))
     return _call(request)
@@ -151,7 +151,7 @@ def _call(request: Request) -> Call:
         hidden, lm_head = hidden.astype(wider), lm_head.astype(wider)
     bias, soft_cap = request.bias, request.soft_cap
     if (warmth := request.temperature) != 1:
-        # cap(x) / t is the cap soft_cap / t of x / t: no logit is touched
+        # cap(x) / t is the cap soft_cap / t of x / t: so the logits stay untouched
         hidden, bias = hidden / warmth, None if bias is None else bias / warmth
         soft_cap = None if soft_cap is None else soft_cap / warmth
     dtype = accumulator_dtype(hidden)
@@ -190,9 +190,9 @@ def _call(request: Request) -> Call:
 
 
 def _as_int32(labels: Array) -> Array:
-    """Returns labels as int32; one that int32 does not hold stays outside the vocabulary.
+    """Returns labels as int32; a label that does not fit int32 stays outside the vocabulary.
 
-    Otherwise it would wrap round into the vocabulary.
+    Otherwise it would wrap around into the vocabulary.
     """
     ours, theirs = jnp.iinfo(jnp.int32), jnp.iinfo(labels.dtype)
     if theirs.max > ours.max:
@@ -268,7 +268,7 @@ def _numbers(request: Request) -> Iterator[str]:
 
 
 def _number(value: float) -> float:
-    """Returns nan for what is not a number, and for one that jit traces."""
+    """Returns nan for a value that is not a number, or that jit traces."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -283,7 +283,7 @@ def _is_whole(value: int) -> bool:
 
 
 def _names(request: Request) -> Iterator[str]:
-    """Yields what is wrong with the options that have names, and with their combinations."""
+    """Yields what is wrong with options that take a name, and with their combinations."""
     implementations = get_args(Implementation)
     if request.lm_head is None:
         implementations = ("reference", "chunked", "pallas_gpu")
@@ -372,7 +372,7 @@ def _mesh(request: Request) -> Iterator[str]:
 
 
 def _labels(request: Request) -> Iterator[str]:
-    """Yields what is wrong with the labels, only where their values are known."""
+    """Yields what is wrong with the labels, but only if their values are known."""
     labels, vocab = request.labels, request.vocab
     if isinstance(labels, Tracer) or not labels.is_fully_addressable:
         return
@@ -426,9 +426,9 @@ def _refusals(request: Request, name: Implementation) -> Iterator[str]:
 
 
 def _elsewhere(request: Request, name: str) -> Iterator[str]:
-    """Yields why the implementation cannot run on the devices here, only where nothing is traced.
+    """Yields why the implementation cannot run on the devices here, but only outside of a trace.
 
-    Under jit the program may be lowered for a platform that is not here.
+    Under jit the program may be lowered for a platform that is not present.
     """
     arrays = list(request.arrays.values())
     if any(isinstance(array, Tracer) for array in arrays):

@@ -1,9 +1,9 @@
-"""Which implementation of the loss runs where, by which rule, on how many tokens at a time.
+"""Which implementation of the loss runs on which platform, by which rule, on how many tokens.
 
-The platform is that which the program is *lowered* for, not the one it is traced on: the platform
-of the mesh in `jax.set_mesh`, whose devices the program is for. Without a mesh a default survives
-jit and `jax.export(platforms=["cuda"])`: every candidate is traced and `jax.lax.platform_dependent`
-keeps the one that the platform needs.
+The platform is the one that the program is *lowered* for, not the one it is traced on. It is the
+platform of the mesh in `jax.set_mesh`, because the program is for its devices. Without a mesh a
+default survives jit and `jax.export(platforms=["cuda"])`: every candidate is traced, and
+`jax.lax.platform_dependent` keeps the one that the platform needs.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ MODULES: dict[Implementation, str] = {
 # The default implementation by platform; elsewhere it is "chunked".
 FAVOURITES: dict[str, Implementation] = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
 Result = TypeVar("Result")
-ANYWHERE = "cpu"  # stands for every platform without a favourite
+ANYWHERE = "cpu"  # means every platform without a favourite
 
 CHUNK_TOKENS = {"tpu": 4096, "cuda": 4096, ANYWHERE: 1024}
-"""Tokens of a chunk under *fast*. Adding a chunk's product to a float32 gradient of the head costs
-its reading and writing: about 245/C of the time of the three products on an H200, so 4096 there. On
-CPU at (4096, 1024, 50257) 1024 tokens need 9 % of the naive loss's memory and 0.9 of the time that
-512 take; more are no faster."""
-# The most bytes of the logits of one chunk under *fast*; a chunk has fewer tokens where they would
-# not fit.
+"""Tokens of a chunk under *fast*. Adding a chunk's product to a float32 gradient of the head reads
+and writes that gradient: this takes about 245/C of the time of the three products on an H200, so C
+is 4096 there. On CPU at (4096, 1024, 50257), 1024 tokens need 9 % of the naive loss's memory and
+0.9 of the time of 512; more are no faster."""
+# The most bytes of the logits of one chunk under *fast*; a chunk has fewer tokens if they would not
+# fit.
 LOGITS_BYTES = 2 << 30
-FEWEST_TOKENS = 256  # the least of a chunk: below this, *strict* is both smaller and faster
+FEWEST_TOKENS = 256  # the fewest of a chunk: below this, *strict* is both smaller and faster
 
 
 @dataclass(frozen=True)
 class LossSharding:
-    """The mesh axes over which the arguments of the loss lie.
+    """The mesh axes over which the arguments of the loss are sharded.
 
     All of them are axes of the mesh in `jax.set_mesh`.
 
     Args:
         tokens: The axes of the first dimension of hidden and labels.
-        embed: The axes of dimension D of lm_head; its gradient comes out sharded so.
+        embed: The axes of dimension D of lm_head; its gradient is sharded in the same way.
         vocab: The axes of dimension V of lm_head.
-        sequence: The axes of the second dimension of hidden and labels, where they are batched; it
-            may share axes with vocab.
+        sequence: The axes of the second dimension of hidden and labels, if they are batched; it may
+            share axes with vocab.
     """
 
     tokens: tuple[str, ...] = ("data", "fsdp")
@@ -76,7 +76,7 @@ class Plan:
     soft_cap: float | None
     sharding: LossSharding | None = None
     chunk_size: int | None = None
-    # for "pallas_gpu", the one whose strict logits are rounded; all others have them in float32
+    # only for "pallas_gpu", whose strict logits are rounded without it; the others have float32
     float32_logits: bool = False
 
     @property
@@ -117,9 +117,9 @@ def kernel(name: Implementation) -> Kernel:
 
 
 def missing(module: str) -> str | None:
-    """Returns why a module of kernels cannot be imported; None where it can.
+    """Returns why a module of kernels cannot be imported, or None.
 
-    jax releases drop a backend of Pallas now and then.
+    jax releases sometimes drop a backend of Pallas.
     """
     try:
         importlib.import_module(module)
@@ -133,15 +133,15 @@ def by_platform(
 ) -> Result:
     """Returns `run(platform, implementation, *arrays)` of the candidate for the platform.
 
-    The platform is the one that the program is lowered for: that of the mesh in `jax.set_mesh`,
-    where there is one, or any.
+    The platform is the one that the program is lowered for: that of the mesh in `jax.set_mesh`, if
+    there is one, or any.
 
     Args:
         plan: The plan with the candidates.
-        run: What to call.
+        run: The function to call.
         arrays: Its arrays.
-        alike: `run` depends on the implementation only, so what several platforms share is traced
-            once.
+        alike: Whether `run` depends only on the implementation, so that what several platforms
+            share is traced once.
     """
     branches: dict[str, Callable[..., Result]] = {}
     known: dict[tuple[str, ...], Callable[..., Result]] = {}
@@ -159,10 +159,10 @@ def by_platform(
 def candidates(
     refusals: Mapping[str, list[str]], implementation: Implementation | None
 ) -> tuple[tuple[str, Implementation], ...]:
-    """Returns what may run, as (platform, implementation).
+    """Returns the implementations that may run, as (platform, implementation).
 
-    It is the implementation asked for; otherwise each platform's favourite unless it refuses, and
-    "chunked".
+    It is the requested implementation. Otherwise it is each platform's favourite, unless that
+    refuses, and "chunked".
     """
     own = tuple(item for item in FAVOURITES.items() if item[1] == implementation)
     if own:
@@ -185,12 +185,12 @@ def platform_at_hand() -> str:
 
 
 def platform_name(platform: str) -> str:
-    """Returns the name that programs are lowered by; devices and backends call CUDA "gpu"."""
+    """Returns the platform's name in lowering; devices and backends call CUDA "gpu"."""
     return "cuda" if platform == "gpu" else platform
 
 
 def misplaced(implementation: str | None, platforms: Collection[str]) -> str | None:
-    """Returns why an implementation cannot run on any device of `platforms`; None where it can."""
+    """Returns why an implementation cannot run on any device of `platforms`, or None."""
     wanted = next(
         (platform for platform, name in FAVOURITES.items() if name == implementation), None
     )
@@ -202,7 +202,8 @@ def misplaced(implementation: str | None, platforms: Collection[str]) -> str | N
 def chunk_tokens(plan: Plan, platform: str, hidden: Array, lm_head: Array) -> int:
     """Returns the tokens of a chunk under *fast*, on this device.
 
-    Only XLA's chunks can be tuned (`easypipe kernels tune`): a kernel's have as many as fit.
+    Only XLA's chunks can be tuned (`easypipe kernels tune`): a kernel's chunks are as large as
+    fits.
     """
     if plan.chunk_size is not None:
         return plan.chunk_size
@@ -219,7 +220,7 @@ def chunk_tokens(plan: Plan, platform: str, hidden: Array, lm_head: Array) -> in
 def fast_fits(vocab_on_device: int, itemsize: int) -> bool:
     """Returns whether *fast* is the default for a scalar loss.
 
-    It is where a chunk that is large enough to be useful fits LOGITS_BYTES.
+    It is the default if a chunk that is large enough to be useful fits LOGITS_BYTES.
     """
     return vocab_on_device * itemsize * FEWEST_TOKENS <= LOGITS_BYTES
 
@@ -227,8 +228,8 @@ def fast_fits(vocab_on_device: int, itemsize: int) -> bool:
 def devices_without_sharding(*arrays: Array) -> int:
     """Returns the devices among which the compiler itself would have to split a kernel.
 
-    It can split only XLA's own operations. The devices are those of the mesh that the arguments or
-    `jax.set_mesh` name, as far as shard_map has not split them already.
+    It can split only XLA's own operations. The devices are those in the mesh of the arguments or of
+    `jax.set_mesh`, unless shard_map has split them already.
     """
     meshes = [jax.typeof(array).sharding.mesh for array in arrays] + [
         jax.sharding.get_abstract_mesh()

@@ -1,13 +1,13 @@
-"""The loss in plain XLA, by pieces of logits and their rounding; it runs where no kernel does.
+"""The loss in plain XLA, by pieces of logits and their rounding; it runs where no kernel can.
 
-*strict* (`stats`, `gradients`): tiles of tokens x vocabulary, recomputed for the gradient. 8·T·D·V
-FLOPs forward and backward; 10 where a float32 gradient of all hidden states would not fit
-HIDDEN_BYTES. No more than a tile of logits lives at a time.
+*strict* (`stats`, `gradients`): tiles of tokens x vocabulary, recomputed for the gradient. It takes
+8·T·D·V FLOPs forward and backward, or 10 if a float32 gradient of all hidden states would not fit
+HIDDEN_BYTES. No more than a tile of logits exists at a time.
 
 *fast* (`loss_gradients`): C tokens with their whole vocabulary. The loss is a weighted sum over
-tokens, so its gradient can be taken while the logits of a chunk are at hand: nothing is recomputed,
-6·T·D·V FLOPs as the naive loss. With T <= C that chunk is all the logits. (The idea: Hsu et al.,
-Liger Kernel, 2024, section 3.2.)
+tokens, so its gradient can be computed while the logits of a chunk exist. Nothing is recomputed: it
+takes 6·T·D·V FLOPs, like the naive loss. With T <= C that chunk is all the logits. (The idea is
+from Hsu et al., Liger Kernel, 2024, section 3.2.)
 
 T tokens · D width · V vocabulary · C tokens of a chunk or tile · B columns of a tile
 """
@@ -59,11 +59,11 @@ __all__ = [
 
 Carry = TypeVar("Carry")
 Sums = TypeVar("Sums", LogitStats, Spread)
-LOWEST = -1e30  # stands for -inf, of which no difference can be taken
+LOWEST = -1e30  # means -inf, which cannot be subtracted from itself
 TILE = (1024, 4096)  # tokens and columns of a strict tile: 16 MiB of float32 logits
-# The most bytes of a float32 gradient of the hidden states, where they are not float32 themselves.
+# The most bytes of a float32 gradient of the hidden states, if these are not float32 themselves.
 HIDDEN_BYTES = 64 << 20
-# Columns of the head's gradient that are updated at once, where XLA cannot add a product in place.
+# Columns of the head's gradient that are updated at once, if XLA cannot add a product in place.
 VOCAB_BLOCK = 1024
 
 
@@ -132,7 +132,7 @@ def spread(
 
 
 def _by_tokens(tiles: _Tiles, kind: type[Sums], of_tokens: Callable[[Array], Sums]) -> Sums:
-    """Returns what `of_tokens` returns of each row of tiles, for all tokens."""
+    """Returns the results of `of_tokens` for each row of tiles, for all tokens."""
 
     def put(i: Array, out: Sums) -> Sums:
         both = zip(out, of_tokens(i), strict=True)
@@ -153,8 +153,8 @@ def gradients(
 ) -> Gradients:
     """Returns Kernel.gradients.
 
-    One pass over the tiles gives both gradients where the float32 sums of d_hidden may stand;
-    otherwise each has a pass of its own.
+    One pass over the tiles computes both gradients if the float32 sums of d_hidden fit; otherwise
+    each has a pass of its own.
     """
     hidden, lm_head, bias, _ = inputs
     tiles = _Tiles(inputs, layout, soft_cap, block)
@@ -203,8 +203,8 @@ def gradients(
 class _Tiles:
     """The arguments, cut into tiles of C tokens x B columns.
 
-    The last tile of a ragged dimension is moved back to lie inside, so that nothing is padded or
-    copied; its `fresh` rows or columns are those that no tile before it had.
+    The last tile of a ragged dimension is moved back to be inside, so that nothing is padded or
+    copied; its `fresh` rows or columns are those that no earlier tile had.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class _Tiles:
         )
 
     def logits(self, i: Array, j: Array) -> tuple[Array, Array, Array, Array]:
-        """Returns z[C, B], where it is a label's, and the fresh rows [C, 1] and columns [B]."""
+        """Returns z[C, B], where a label is, and the fresh rows [C, 1] and columns [B]."""
         x_CB = jnp.einsum(
             f"cd,{self.layout}->cv",
             self.token_rows(self.hidden, i),
@@ -270,9 +270,9 @@ class _Tiles:
     def d_logits(
         self, i: Array, j: Array, cotangents: tuple[Array, ...], *, every_row: bool = False
     ) -> tuple[Array, Array]:
-        """Returns dx[C, B] in the dtype of the products, and as it was before rounding.
+        """Returns dx[C, B] in the dtype of the products, and its value before rounding.
 
-        It is 0 where a tile before this one had it.
+        It is 0 for elements of earlier tiles.
         """
         lse_C, *g_C = (self.token_rows(array, i) for array in cotangents)
         z_CB, hit_CB, fresh_C1, fresh_B = self.logits(i, j)
@@ -314,8 +314,8 @@ def loss_gradients(
 
     Args:
         kernel: The kernel whose rows are used.
-        vocab_axes: The manual mesh axes over which the vocabulary lies; `d_hidden` is this shard's
-            share.
+        vocab_axes: The manual mesh axes over which the vocabulary is sharded; `d_hidden` is this
+            shard's share.
         grad_dtype: The dtype of the gradients of head and bias.
         vocab_block: See VOCAB_BLOCK.
     """
@@ -359,7 +359,8 @@ def loss_gradients(
             d_hidden, _joined([d_head.astype(head_dtype) for d_head in d_heads], axis), d_bias
         )
 
-    # There is no sum over chunks, so no float32 gradient of the head beside the one returned.
+    # There is no sum over chunks, so no float32 gradient of the head in addition to the returned
+    # one.
     if num_chunks == 1:
         stats, d_hidden, dx = one(hidden, labels, weights)
         d_heads = [
@@ -370,7 +371,7 @@ def loss_gradients(
 
     def step(i: Array, out: _Chunks) -> _Chunks:
         all_stats, all_hidden, d_heads, d_biases = out
-        # The last chunk is moved back to lie inside; tokens that were seen already weigh 0.
+        # The last chunk is moved back to be inside; tokens that were seen already have weight 0.
         first = jnp.minimum(i * chunk, num_tokens - chunk)
         fresh_C = first + jnp.arange(chunk) >= i * chunk
         hidden_CD, labels_C, weights_C, old_CD = (
@@ -421,7 +422,7 @@ class _Piece(NamedTuple):
 def _pieces(lm_head: Array, bias: Array | None, layout: Layout, vector: int) -> list[_Piece]:
     """Returns the vocabulary, cut after its last whole vector.
 
-    cuBLAS would pad logits, head and gradient of a piece that is not a multiple of that.
+    Otherwise cuBLAS would pad logits, head and gradient of a piece.
     """
     axis, vocab = layout.index("v"), vocab_size(lm_head, layout)
     cuts = sorted({0, vocab // vector * vector, vocab})
@@ -456,7 +457,7 @@ def _add_product(
 ) -> Array:
     """Returns `d_lm_head + hidden_CD.T @ dx_CV`.
 
-    It takes a block of columns at a time where the product would be a second array of D x V.
+    If the product would be a second array of D x V, it takes a block of columns at a time.
     """
     axis = layout.index("v")
     vocab = d_lm_head.shape[axis]
@@ -483,7 +484,7 @@ def _add_product(
 def chunk_shape(size: int, most: int, multiple: int = 128) -> tuple[int, int]:
     """Returns `(pieces, size of a piece)`: as few pieces as `most` allows, of even size.
 
-    The size is a multiple of 128 where there are several.
+    The size is a multiple of 128 if there are several.
     """
     pieces = max(1, -(-size // most))
     even = -(-size // pieces)
@@ -497,7 +498,7 @@ def _put(whole: Array, piece: Array, first: Array, axis: int) -> Array:
 
 
 def _loop(count: int, body: Callable[[Array, Carry], Carry], start: Carry) -> Carry:
-    """Runs fori_loop; a single turn is inlined, so that constants reach the compiler."""
+    """Runs fori_loop; a single iteration is inlined, so that constants reach the compiler."""
     return body(jnp.int32(0), start) if count == 1 else jax.lax.fori_loop(0, count, body, start)
 
 
@@ -506,8 +507,8 @@ def row_stats(logits: Array, labels: Array, *, soft_cap: float | None) -> LogitS
     best_C = z_CV.max(axis=-1)
     log_sum_C = jnp.log(jnp.exp(z_CV - best_C[:, None]).sum(axis=-1))
     is_local_C = (labels >= 0) & (labels < logits.shape[1])
-    # One element a row is picked from the logits where they lie: a sum over `hit * z` would be one
-    # more pass over all of them.
+    # One element of each row is picked directly from the logits: a sum over `hit * z` would be
+    # another pass over all of them.
     target_C = jnp.take_along_axis(logits, jnp.where(is_local_C, labels, 0)[:, None], axis=1)[:, 0]
     return LogitStats(
         log_sum_C,

@@ -1,9 +1,9 @@
 """The rules by which the loss is differentiated; its arithmetic is plain jax, in api.py.
 
-*strict*: the stats are differentiated by recomputing the logits, whatever is made of the stats.
-*fast*: the loss is `sum_t weights[t] * loss[t]`, whose gradient is known up to one scalar when it
-is computed; so the forward pass of a differentiated program takes it (stats_and_gradients), and the
-backward pass scales it.
+*strict*: the stats are differentiated by recomputing the logits, whatever the stats are used for.
+*fast*: the loss is `sum_t weights[t] * loss[t]`, so its gradient is known up to one scalar when it
+is computed. Therefore the forward pass of a differentiated program computes it
+(stats_and_gradients), and the backward pass scales it.
 
 T tokens · D width · V vocabulary
 """
@@ -32,8 +32,8 @@ from easypipe.kernels.loss.stats import (
 def logit_stats(inputs: Inputs, plan: Plan) -> LogitStats:
     """Returns the stats of `inputs`, differentiable in hidden, lm_head and bias (*strict*).
 
-    `best` passes no gradient on. Of logits that are at hand nothing of their size is kept but they
-    themselves, and their gradient has their dtype.
+    `best` passes no gradient on. If the inputs are logits, nothing of their size is kept except the
+    logits themselves and their gradient, which has their dtype.
     """
     return sharded.stats(inputs, plan)
 
@@ -60,7 +60,7 @@ def weighted_sum(
 ) -> tuple[Array, LogitStats]:
     """Returns `sum_t weights[t] * loss[t]`, and the stats, which pass no gradient on.
 
-    The sum is differentiable in all of inputs and weights (*fast*).
+    The sum is differentiable in all inputs and weights (*fast*).
     """
     stats = sharded.stats(inputs, plan)
     return (weights * token_losses(stats, objective)).sum(), stats

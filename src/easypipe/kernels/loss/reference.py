@@ -1,4 +1,4 @@
-"""The readable oracle of loss, gradient and entropy, against which every kernel is checked.
+"""The readable oracle of loss, gradient and entropy; every kernel is compared with it.
 
 T tokens · D width · V vocabulary. logits_TV never exists outside this file.
 """
@@ -29,7 +29,7 @@ def stats(
 ) -> LogitStats:
     """Returns the sums of Kernel.stats, differentiable by jax itself.
 
-    That is a second opinion on every `gradients`. Leading shapes other than [T] will do.
+    So it checks every `gradients` independently. Leading shapes other than [T] are allowed.
     """
     z_TV = soft_capped(_logits(inputs, layout), soft_cap)
     best_T = jax.lax.stop_gradient(z_TV.max(axis=-1))
@@ -57,7 +57,7 @@ def gradients(
     block: None = None,
     grad_dtype: DTypeLike | None = None,
 ) -> Gradients:
-    """Returns the gradients by the formula of Kernel.gradients, as it stands there."""
+    """Returns the gradients, by the formula of Kernel.gradients as it is written there."""
     hidden, lm_head, bias, labels = inputs
     z_TV = soft_capped(_logits(inputs, layout), soft_cap)
     exact_TV = logit_gradients(z_TV, _hits(labels, z_TV), lse, g, soft_cap)
@@ -74,7 +74,7 @@ def gradients(
 
 
 def _logits(inputs: Inputs, layout: Layout) -> Array:
-    """Returns x in float32 (float64); it is `hidden` itself where there is no head."""
+    """Returns x in float32 (float64); it is `hidden` itself if there is no head."""
     hidden, lm_head, bias, _ = inputs
     if lm_head is None:
         return hidden.astype(accumulator_dtype(hidden))

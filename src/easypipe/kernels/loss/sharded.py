@@ -1,18 +1,18 @@
-"""Stats, entropy and gradients of arguments that lie over a mesh, each collective written out.
+"""Stats, entropy and gradients of arguments that are sharded over a mesh, with all collectives.
 
-No autodiff passes through. A custom_vjp *inside* `shard_map(check_vma=False)` gave a right loss and
-half of the head's gradient at tensor=2. So the rules of differentiation stand outside
+No autodiff passes through: a custom_vjp *inside* `shard_map(check_vma=False)` returned the right
+loss but half of the head's gradient at tensor=2. So the rules of differentiation are outside
 (differentiable.py), and forward and backward are two shard_maps.
 
-The collectives are: the stats of the vocabulary's shards, 16 bytes per token and shard, by one
-all-gather; the gradient of the hidden states, summed over the vocabulary; those of head and bias,
-summed over the tokens, scattered over the axes along which the head lies. Besides, the compiler
-gathers the head along `embed` before it is used, as for any layer.
+The collectives are these. The stats of the vocabulary's shards, 16 bytes per token and shard, take
+one all-gather. The gradient of the hidden states is summed over the vocabulary. The gradients of
+head and bias are summed over the tokens and scattered over the axes of the head. In addition, the
+compiler gathers the head along `embed` before it is used, as for any layer.
 
-`inputs.hidden` may be the logits themselves, with no lm_head: then every shard holds what its
-gradient needs.
+`inputs.hidden` may be the logits themselves, without lm_head: then every shard holds everything
+that its gradient needs.
 
-T tokens of all shards, maybe as batch x sequence · D width · V vocabulary
+T tokens of all shards, perhaps as batch x sequence · D width · V vocabulary
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from easypipe.kernels.loss.stats import (
     vocab_size,
 )
 
-# So many bytes of the hidden states' gradient are summed over the vocabulary's shards at once.
+# This many bytes of the hidden states' gradient are summed over the vocabulary's shards at once.
 SUM_BYTES = 8 << 20
 
 Result = TypeVar("Result")
@@ -84,7 +84,7 @@ def entropy(inputs: Inputs, plan: Plan) -> Array:
 def gradients(inputs: Inputs, lse: Array, g: Cotangents, plan: Plan) -> Gradients:
     """Returns the gradients of Kernel.gradients over all shards.
 
-    Sums over shards are taken in the dtypes of the results, so that no float32 copy of them stands.
+    Sums over shards are taken in the dtypes of the results, so that they have no float32 copy.
     """
 
     def on_device(inputs: Inputs, lse: Array, *g: Array) -> Gradients:
@@ -145,8 +145,8 @@ def _on_mesh(
 ) -> Result:
     """Calls `on_device(inputs, *per_token)` on every device.
 
-    Tokens that do not divide over their devices are padded, and cut off the results. `out_specs`
-    makes the specs of the results from those of tokens and gradients.
+    Tokens that do not divide over their devices are padded, and the padding is cut off the results.
+    `out_specs` makes the specs of the results from those of tokens and gradients.
     """
     if plan.sharding is None:
         return on_device(inputs, *per_token)
@@ -180,7 +180,7 @@ def _on_mesh(
 
         return jax.tree.map(one, specs, arrays, is_leaf=lambda leaf: isinstance(leaf, P))
 
-    # Padding counts for nothing: its weight and its cotangents are 0.
+    # Padding does not count: its weight and its cotangents are 0.
     def pad(array: Array) -> Array:
         return jnp.pad(array, padding + [(0, 0)] * (array.ndim - len(padding)))
 
@@ -193,16 +193,16 @@ def _on_mesh(
 def _summed(grads: Gradients, inputs: Inputs, plan: Plan) -> Gradients:
     """Sums the gradient of the hidden states over the vocabulary's shards, in its own dtype.
 
-    It takes a slab of tokens at a time, in place: a second array would be large. The gradient of
-    logits, which lie over the shards, is not summed.
+    It takes a slab of tokens at a time, in place, as a second array would be large. The gradient of
+    logits, which are sharded, is not summed.
     """
     d_hidden, axes = grads.hidden, plan.vocab_axes()
 
     def slab_sum(i: Array, d_hidden: Array) -> Array:
-        first = jnp.minimum(i * size, tokens - size)  # the last slab is moved back to lie inside
+        first = jnp.minimum(i * size, tokens - size)  # the last slab is moved back to be inside
         slab = jax.lax.dynamic_slice_in_dim(d_hidden, first, size)
         summed = jax.lax.psum(slab, axes)
-        if tokens % size:  # the rows that it shares with the slab before are summed already
+        if tokens % size:  # the rows that it shares with the slab before it are summed already
             summed = jnp.where((first + jnp.arange(size) >= i * size)[:, None], summed, slab)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, summed, first, axis=0)
 
@@ -265,7 +265,7 @@ def _reduced(grads: Gradients, inputs: Inputs, plan: Plan) -> Gradients:
 def _options(plan: Plan, name: Implementation) -> Arguments:  # keyword arguments of any type
     """Returns the keyword arguments of one implementation under *strict*.
 
-    A chunk_size is the tile's number of tokens too, and logits may be float32.
+    A chunk_size is also the tile's number of tokens, and logits may be float32.
     """
     options: Arguments = {"layout": plan.layout, "soft_cap": plan.soft_cap}
     if name == "chunked" and plan.chunk_size is not None:

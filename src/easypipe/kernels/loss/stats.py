@@ -5,9 +5,9 @@ T tokens · D width · V vocabulary, the columns that this device holds · C tok
     x[t, v] = hidden[t] @ head[:, v] + bias[v]
     z = cap(x),  cap(x) = soft_cap * tanh(x / soft_cap), or x
 
-Everything that a loss needs of the logits is a function of four sums over z. So a kernel computes
-these and their gradient, without knowing of losses, weights or meshes; api.py writes the losses on
-top and sharded.py puts the shards together.
+Everything that a loss needs from the logits is a function of four sums over z. So a kernel computes
+these and their gradient, and needs no losses, weights or meshes; api.py writes the losses on top
+and sharded.py merges the shards.
 
 Law (one meaning). For every implementation module, `stats` and `gradients` equal those of
 reference.py, up to rounding:
@@ -34,7 +34,7 @@ from jaxtyping import Float, Int
 from easypipe.core.values import Arguments
 
 ShapedArray = Array | jax.ShapeDtypeStruct
-Layout = Literal["dv", "vd"]  # how lm_head lies: [D, V], or [V, D] as an embedding table does
+Layout = Literal["dv", "vd"]  # how lm_head is stored: [D, V], or [V, D] like an embedding table
 
 
 class LogitStats(NamedTuple):
@@ -43,9 +43,9 @@ class LogitStats(NamedTuple):
     A leading shape other than [T] is that of the labels.
 
     Attributes:
-        log_sum: log sum_v exp(z - best): lse without what a large offset of the logits would round
-            away.
-        target: z[t, labels[t]]; 0 where labels[t] is not a local column.
+        log_sum: log sum_v exp(z - best): lse without the digits that a large offset of the logits
+            would round off.
+        target: z[t, labels[t]]; 0 if labels[t] is not a local column.
         sum: sum_v z, for label smoothing.
         best: max_v z; it carries no gradient: the cotangent of log_sum is that of lse.
     """
@@ -64,27 +64,27 @@ class LogitStats(NamedTuple):
     def log_prob(self) -> Array:
         """The log-probability of the label, Float[T].
 
-        It is exact to rounding whatever is added to all logits of a token.
+        It is exact to rounding, whatever is added to all logits of a token.
         """
         return (self.target - self.best) - self.log_sum
 
 
 class Inputs(NamedTuple):
-    """The arrays that logits are made of, and the labels that they are compared with.
+    """The arrays from which logits are made, and the labels with which they are compared.
 
-    An implementation gets [T]; the api takes any leading shape.
+    An implementation receives [T]; the api takes any leading shape.
     """
 
-    hidden: Float[Array, "T D"]  # the logits themselves, [T, V], where there is no lm_head
-    lm_head: Array  # [D, V] or [V, D], as `layout` says; None in sharded.py: see `hidden`
+    hidden: Float[Array, "T D"]  # the logits themselves, [T, V], if there is no lm_head
+    lm_head: Array  # [D, V] or [V, D], by `layout`; None in sharded.py: see `hidden`
     bias: Float[Array, " V"] | None
-    labels: Int[Array, " T"]  # int32; -1 where a token does not count
+    labels: Int[Array, " T"]  # int32; -1 if a token does not count
 
 
 class Cotangents(NamedTuple):
     """The cotangents of a token's `lse`, `target` and `sum`, in float32.
 
-    All three are 0 where the token does not count.
+    All three are 0 if the token does not count.
     """
 
     lse: Float[Array, " T"]
@@ -95,7 +95,7 @@ class Cotangents(NamedTuple):
 class Gradients(NamedTuple):
     hidden: Float[Array, "T D"]
     lm_head: Array  # in the layout of lm_head
-    bias: Float[Array, " V"] | None  # None where there is no bias
+    bias: Float[Array, " V"] | None  # None if there is no bias
 
 
 class Objective(NamedTuple):
@@ -105,8 +105,8 @@ class Objective(NamedTuple):
     """
 
     z_loss: float = 0.0
-    # eps, which the target shares evenly with the whole vocabulary (Szegedy et al., 2016, section
-    # 7)
+    # eps: the share of the target that is spread evenly over the whole vocabulary (Szegedy et al.,
+    # 2016, section 7)
     label_smoothing: float = 0.0
     vocab: int = 0  # columns over all shards
 
@@ -120,8 +120,8 @@ class Kernel(Protocol):
 
     # `block: Any`: each implementation has sizes of its own
     VECTOR: int
-    """The vocabulary is cut after its last multiple of so many columns under *fast*; the stats of
-    the two pieces are merged."""
+    """The vocabulary is cut after its last multiple of this many columns under *fast*; the
+    stats of the two pieces are merged."""
 
     def refusals(
         self,
@@ -130,9 +130,9 @@ class Kernel(Protocol):
         *,
         layout: Layout,
     ) -> list[str]:
-        """Returns every reason why these arguments cannot run here; empty where they can.
+        """Returns every reason why these arguments cannot run here; empty if they can.
 
-        No device is asked.
+        No device is queried.
         """
         ...
 
@@ -158,8 +158,7 @@ class Kernel(Protocol):
     ) -> Gradients:
         """Returns the gradients; `lse` is over all shards.
 
-        Any shift will do in the place of lse, with `g.lse` scaled by exp(shift - lse): see
-        `about_best`.
+        Any shift may replace lse, with `g.lse` scaled by exp(shift - lse): see `about_best`.
 
             dz[t, v] = exp(z[t, v] - lse[t]) * g.lse[t] + [v == labels[t]] * g.target[t] + g.sum[t]
             dx       = dz * (1 - (z / soft_cap)**2), or dz
@@ -172,7 +171,7 @@ class Kernel(Protocol):
     def row_stats(
         self, logits: Float[Array, "C V"], labels: Int[Array, " C"], *, soft_cap: float | None
     ) -> LogitStats:
-        """Returns the four sums of logits that are at hand.
+        """Returns the four sums of given logits.
 
         The logits are x above (the bias added, not capped), in the dtype of the inputs. This and
         the next two methods serve *fast* and fused_cross_entropy.
@@ -188,7 +187,7 @@ class Kernel(Protocol):
         *,
         soft_cap: float | None,
     ) -> Float[Array, "C V"]:
-        """Returns dx in the dtype of the logits and, where the compiler allows it, their buffer."""
+        """Returns dx in the dtype of the logits and, if the compiler allows it, in their buffer."""
         ...
 
     def row_step(
@@ -208,7 +207,7 @@ class Kernel(Protocol):
         ...
 
     def row_options(self, hidden: Array, lm_head: Array, layout: Layout) -> Arguments:
-        """Returns further keyword arguments of the three row methods, by the kernel's table.
+        """Returns further keyword arguments of the three row methods, from the kernel's table.
 
         They are those for the logits of these arguments.
         """
@@ -231,14 +230,14 @@ class Spread(NamedTuple):
         return jnp.log(self.terms) - self.below / self.terms
 
     def about(self, best: Array) -> Spread:
-        """Returns the same with a larger `best`; parts that are added up all have one `best`."""
+        """Returns the same with a larger `best`; parts must have the same `best` to be added up."""
         moved = self.best - best
         weight = jnp.exp(moved)
         return Spread(best, self.terms * weight, (self.below + moved * self.terms) * weight)
 
 
 def accumulator_dtype(*arrays: Array) -> jnp.dtype:
-    """Returns float32, or float64 where an input is.
+    """Returns float32, or float64 if an input is float64.
 
     Sums over tokens and vocabulary are never taken in half precision.
     """
@@ -283,7 +282,7 @@ def token_losses(stats: LogitStats, objective: Objective) -> Array:
 def loss_cotangents(lse: Array, weights: Array, objective: Objective) -> Cotangents:
     """Returns the cotangents of `sum_t weights[t] * token_losses[t]`.
 
-    They are exactly 0 where the weight is.
+    They are exactly 0 for tokens with weight 0.
     """
     eps = objective.label_smoothing
     return Cotangents(
@@ -296,8 +295,7 @@ def loss_cotangents(lse: Array, weights: Array, objective: Objective) -> Cotange
 def about_best(best: Array, log_sum: Array, g: Cotangents) -> tuple[Array, Cotangents]:
     """Returns a shift and cotangents for `gradients` in place of `lse` and `g`.
 
-    exp(z - best) * exp(-log_sum) is exp(z - lse), where lse itself would be rounded, by 0.004 at
-    1e5.
+    exp(z - best) * exp(-log_sum) is exp(z - lse), but lse itself would be rounded, by 0.004 at 1e5.
     """
     return best, g._replace(lse=g.lse * jnp.exp(-log_sum))
 
@@ -305,7 +303,7 @@ def about_best(best: Array, log_sum: Array, g: Cotangents) -> tuple[Array, Cotan
 def loss_gradient_inputs(
     stats: LogitStats, weights: Array, objective: Objective
 ) -> tuple[Array, Cotangents]:
-    """Returns what `gradients` takes for `sum_t weights[t] * token_losses[t]`."""
+    """Returns the arguments of `gradients` for `sum_t weights[t] * token_losses[t]`."""
     g = loss_cotangents(stats.lse, weights, objective)
     return about_best(stats.best, stats.log_sum, g)
 
@@ -331,7 +329,7 @@ def spread_over_shards(spread: Spread, axes: tuple[str, ...]) -> Spread:
 
 
 def merged(parts: list[LogitStats]) -> LogitStats:
-    """Returns the stats over all columns, from those of parts of them."""
+    """Returns the stats over all columns, from those of their parts."""
     return parts[0] if len(parts) == 1 else _over_parts(*map(jnp.stack, zip(*parts, strict=True)))
 
 
@@ -348,15 +346,15 @@ def _over_parts(log_sum: Array, target: Array, total: Array, best: Array) -> Log
 def varying_axes(array: Array) -> frozenset[str]:
     """Returns the mesh axes over which `array` varies inside a shard_map that checks them.
 
-    Such a shard_map has `check_vma`; elsewhere there are none.
+    Such a shard_map has `check_vma`; elsewhere there are no such axes.
     """
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
 def varying_like(value: Array, *arrays: Array) -> Array:
-    """Returns `value`, varying over the mesh axes over which any of `arrays` does.
+    """Returns `value`, varying over all mesh axes over which any of `arrays` varies.
 
-    A loop's start must match its end.
+    The carry of a loop must have the same type at start and end.
     """
     missing = tuple(
         sorted(frozenset[str]().union(*map(varying_axes, arrays)) - varying_axes(value))

@@ -21,10 +21,10 @@ from easypipe.kernels.loss.tpu.blocks import block_candidates, device_of, sizes_
 from easypipe.kernels.tuning.table import Entry, blocks_for, bucket, device_kind
 
 CHUNK_TOKENS = (128, 256, 512, 1024, 2048, 4096)
-REFERENCE_TOKENS = 128  # the reference holds the logits of so many tokens at once
+REFERENCE_TOKENS = 128  # the reference holds the logits of this many tokens at once
 ROUNDING = {"bfloat16": 0.05, "float32": 1e-3}
-"""How far an array may lie from the reference, as a share of its norm. Rounding errs by a tenth of
-it; a block that is read twice, left out or shifted by far more."""
+"""How far an array may be from the reference, as a share of its norm. Rounding errs by a tenth of
+this; a block that is read twice, left out or shifted errs by far more."""
 
 
 Arguments = tuple[jax.Array, jax.Array, jax.Array]  # hidden [T, D], lm_head [D, V], labels [T]
@@ -51,9 +51,9 @@ def tune(
 ) -> Entry:
     """Returns the fastest blocks of the default implementation, forward and backward, as an entry.
 
-    A choice is timed once its values agree with the reference. The least of `repeats` runs counts:
-    what else the machine does only ever adds. Raises ConfigError for sizes below 1, an unknown
-    dtype, and where no blocks run and give right values.
+    A choice is timed after its values agree with the reference. The least of `repeats` runs counts:
+    other load on the machine can only add to it. Raises ConfigError for sizes below 1 or an unknown
+    dtype, and if no blocks run and return right values.
     """
     for at, value in (
         ("tokens", tokens),
@@ -123,7 +123,7 @@ def _problem(found: Values, wanted: Values, dtype: str) -> str | None:
     for what, ours, exact in zip(("loss", "d_hidden", "d_lm_head"), found, wanted, strict=True):
         ours, exact = ours.astype(jnp.float32), exact.astype(jnp.float32)
         error = float(jnp.linalg.norm(ours - exact) / jnp.linalg.norm(exact))
-        if not error <= ROUNDING[dtype]:  # nan included
+        if not error <= ROUNDING[dtype]:  # true for nan, too
             return f"wrong values: {what} differs from the reference by {error:.1%}"
     return None
 
@@ -132,7 +132,7 @@ def _problem(found: Values, wanted: Values, dtype: str) -> str | None:
 def _wanted(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> Values:
     """Returns the mean loss and its gradients by the reference.
 
-    It takes some tokens at a time, so that all logits never exist.
+    It takes some tokens at a time, so that the logits of all tokens never exist at once.
     """
     count = labels.shape[0]
     pieces = -(-count // REFERENCE_TOKENS)
@@ -176,7 +176,7 @@ def _candidates(
             blocks._asdict() for blocks in block_candidates(device_of(device_kind()), sizes)
         )
     else:
-        # jax releases drop a backend of Pallas now and then, so it is imported where it runs
+        # jax releases sometimes drop a backend of Pallas, so it is imported where it runs
         from easypipe.kernels.loss.gpu import kernel as gpu
 
         start = blocks_for(

@@ -1,4 +1,4 @@
-"""The table of measured block sizes: its files, and which entry counts for a device and shape.
+"""The table of measured block sizes: its files, and which entry applies to a device and shape.
 
 `easypipe kernels tune` writes it.
 
@@ -9,9 +9,9 @@ The table (`user_table`) is a list of entries
      "blocks": {"name": size, ...}, "source": "measured", "ms": 12.3}
 
 An entry serves every shape of its bucket: `tokens`, `width` and `vocab` are rounded up to powers of
-two. A table holds what was measured on such a device and nothing else, so `source` is always
-"measured"; none comes with easypipe. Where no entry fits, the caller's default is used: sizes that
-the implementation's own accounting chooses, safe for the shape.
+two. A table holds only sizes that were measured on such a device, so `source` is always "measured";
+easypipe comes with none. If no entry fits, the caller's default is used: sizes that the
+implementation's own accounting chooses, safe for the shape.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def bucket(size: int) -> int:
 
 
 def device_kind() -> str:
-    """Returns jax's name of the device that is compiled for.
+    """Returns jax's name of the device for which the program is compiled.
 
-    It is that of the mesh of `jax.set_mesh`, with or without hardware, or the default device.
+    It is that of the mesh of `jax.set_mesh`, with or without hardware, or of the default device.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
@@ -108,10 +108,10 @@ def blocks_for(
 ) -> dict[str, int]:
     """Returns the block sizes of `default()`, replaced by those of the entry for the shape.
 
-    It is the entry whose bucket holds the shape.
+    It is the entry whose bucket contains the shape.
 
     Raises:
-        ConfigError: The entry has a size that `default()` does not know.
+        ConfigError: The entry has a size that `default()` does not have.
     """
     key = (
         device,
@@ -135,7 +135,7 @@ def blocks_for(
 
 
 def user_table() -> Path:
-    """Returns where `easypipe kernels tune` writes by default, and where block sizes are looked up.
+    """Returns the file that `easypipe kernels tune` writes by default, and that holds block sizes.
 
     The file need not exist.
     """
@@ -152,7 +152,7 @@ def read_table(path: Path) -> list[Entry]:
 
 
 def extend_table(path: Path, entries: Iterable[Entry]) -> list[Entry]:
-    """Writes `entries` into the table at `path`, over those with the same key.
+    """Writes `entries` into the table at `path`; they replace those with the same key.
 
     Returns:
         All entries of the table.
@@ -212,5 +212,5 @@ def _user_entries() -> dict[Key, Entry]:
 
 @functools.lru_cache(maxsize=4)
 def _read_user(path: Path, changed: int) -> dict[Key, Entry]:
-    """Reads the user's table anew where `changed`, the file's time, is another."""
+    """Reads the user's table again if `changed`, the file's time, is different."""
     return {entry.key: entry for entry in read_table(path)}

@@ -1,4 +1,4 @@
-"""Rows (dicts) of users to Arrow batches: types of columns, JSON where none fits, errors by row."""
+"""Rows (dicts) of users to Arrow batches: types of columns, JSON for mixed ones, errors by row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from easypipe.sources.schemas import (
     plain_schema,
 )
 
-FIRST_ROWS = 1024  # the columns follow from so many first rows
+FIRST_ROWS = 1024  # the columns follow from this many first rows
 
 MISFITS = (
     pa.ArrowInvalid,
@@ -79,7 +79,7 @@ def columns_of(
     Args:
         rows: The rows.
         name: The dataset, for errors.
-        skip: Leaves out rows that do not fit; the type that most values have decides.
+        skip: Whether to leave out rows that do not fit; the most frequent type decides.
         exact: Columns whose lists and objects are JSON: later rows may hold nulls that an Arrow
             type could not tell from missing keys.
 
@@ -87,7 +87,7 @@ def columns_of(
         SourceError: The values of a column have no common type, or there are no columns.
     """
     found: dict[str, Counter[pa.DataType]] = {}
-    for row in rows:  # row by row: these are Python objects, no columns yet
+    for row in rows:  # row by row: these are Python objects, not columns yet
         if skip and not _is_row(row):
             continue
         for key, value in row.items():
@@ -195,7 +195,8 @@ def as_json(values: Iterable[Any]) -> pa.Array:
     """Returns lists and objects without a common Arrow type as a column of JSON; None is null.
 
     Raises:
-        TypeError: A value is neither, or holds something that JSON cannot express.
+        TypeError: A value is neither a list nor an object, or holds something that JSON cannot
+            express.
     """
     return json_array([None if value is None else json_text(_of_json(value)) for value in values])
 
@@ -219,7 +220,7 @@ def _kind_of(key: str, value: Any, name: str, *, skip: bool) -> pa.DataType | No
 
 
 def _kind(value: Any) -> pa.DataType:
-    """Returns the type of one value; JSON for a list or an object whose insides have none."""
+    """Returns the type of one value; JSON for a list or an object with mixed types inside."""
     try:
         return plain_type(pa.array([_plain(value)]).type)
     except MISFITS:
@@ -229,7 +230,7 @@ def _kind(value: Any) -> pa.DataType:
 
 
 def _of_all(kinds: Iterable[pa.DataType]) -> pa.DataType:
-    """Returns the type of a column of all, in whatever order they come.
+    """Returns the type of a column that holds all of these types, in any order.
 
     Objects become JSON among themselves before they meet lists, as in JSON lines.
 
@@ -243,9 +244,9 @@ def _of_all(kinds: Iterable[pa.DataType]) -> pa.DataType:
 
 
 def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
-    """Returns the type of a column of both, by the rule of JSON lines.
+    """Returns the type of a column that holds both, by the rule of JSON lines.
 
-    Lists of any insides go together, and so do objects.
+    Lists with any contents have a common type, and so do objects.
 
     Raises:
         TypeConflict: There is no such type.
@@ -282,7 +283,7 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
             problem=f"{wanted}: {error}",
             fix="Give every row the same type.",
         ) from error
-    if holds_struct(field.type):  # Arrow drops keys that the type does not name
+    if holds_struct(field.type):  # Arrow drops keys that are not in the type
         for number, value in zip(numbers, values, strict=True):
             lost = _lost(value, field.type)
             if lost is not None:
@@ -301,7 +302,7 @@ def holds_struct(kind: pa.DataType) -> bool:
 
 
 def _lost(value: Any, kind: pa.DataType) -> str | None:
-    """Returns a key of an object within `value` that is not null and has no place in `kind`."""
+    """Returns a key of an object inside `value` that is not null and not in `kind`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if item is None:
@@ -327,7 +328,7 @@ def outer_kind(value: Any) -> type | None:
 
 
 def _of_json(value: Any, *, outermost: bool = True) -> Any:
-    """Returns `value` made of JSON's own types; raises TypeError if that would lose something."""
+    """Returns `value` in JSON's own types; raises TypeError if that would lose something."""
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise TypeError(
@@ -349,7 +350,7 @@ def _of_json(value: Any, *, outermost: bool = True) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Returns arrays of any library as flat NumPy arrays or lists, as Arrow takes no others."""
+    """Returns arrays of any library as flat NumPy arrays or lists, which Arrow accepts."""
     if hasattr(value, "__array__") and not isinstance(value, np.generic):
         array = np.asarray(value)
         return array if array.ndim == 1 else array.tolist()

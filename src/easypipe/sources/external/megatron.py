@@ -37,7 +37,7 @@ CHUNK_DOCS = 1 << 16
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """Where documents lie; its arrays are mapped from the file if that is local.
+    """Where documents are; its arrays are mapped from the file if that is local.
 
     Args:
         path: The .idx file.
@@ -62,7 +62,7 @@ class MegatronIndex:
         """Returns the tokens of documents `start` to `stop`, and their offsets.
 
         Raises:
-            SourceError: A document lies outside of the .bin file.
+            SourceError: A document is outside the .bin file.
         """
         first, last = int(self.documents[start]), int(self.documents[stop])
         begins = np.array(self.pointers[first:last], np.int64)
@@ -183,7 +183,7 @@ def write_megatron(
         Documents and tokens written.
 
     Raises:
-        SourceError: For a token that does not fit `dtype`.
+        SourceError: A token does not fit `dtype`.
     """
     target = os.fspath(prefix)
     if not storage.is_remote(target):

@@ -47,7 +47,7 @@ class InMemoryShardedSource(Source):
     ) -> None:
         table = _table(data, name)
         self._columns, self._name = columns, name
-        # the Python values, as Arrow cannot tell a null from a key that a row does not have
+        # the Python values, because Arrow cannot distinguish a null from a missing key
         self._nested = {
             key: values
             for key in table.column_names
@@ -91,7 +91,7 @@ class InMemoryShardedSource(Source):
 
 
 def _table(data: Any, name: str) -> pa.Table:
-    """Returns the data of a user as a table; raises SourceError for what holds no rows."""
+    """Returns the data of a user as a table; raises SourceError if it holds no rows."""
     if isinstance(data, pa.Table):
         return data
     if isinstance(data, pa.RecordBatch):
@@ -108,7 +108,7 @@ def _table(data: Any, name: str) -> pa.Table:
         return pa.table(arrays)
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         keys: dict[str, None] = {}
-        # row by row: these are Python objects, no columns yet
+        # row by row: these are Python objects, not columns yet
         for number, row in enumerate(data):
             if not isinstance(row, Mapping):
                 kind = type(row).__name__
@@ -175,7 +175,7 @@ def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:
 
 
 def _first_misfit(values: Any) -> int | None:
-    """Returns the first row that does not go with those before it."""
+    """Returns the first row whose type conflicts with those before it."""
     for stop in range(1, len(values) + 1):
         try:
             pa.array(values[:stop])
@@ -185,7 +185,7 @@ def _first_misfit(values: Any) -> int | None:
 
 
 def content_hash(batch: pa.RecordBatch) -> str:
-    """Returns the XXH3 of the batch as an Arrow stream: of schema and values alone."""
+    """Returns the XXH3 of the batch as an Arrow stream: of schema and values only."""
     hasher = xxhash.xxh3_128()
     sink = pa.PythonFile(_Hashing(hasher), mode="w")
     with pa.ipc.new_stream(sink, batch.schema) as writer:

@@ -1,7 +1,7 @@
 """Objects as sources: `datasets.Dataset`, `grain.MapDataset`, and sequences of dicts.
 
 They are recognised by their methods, so none of those libraries is imported here. Rows stay where
-they are: a read takes only its own.
+they are: each read takes only the rows that it needs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ENDLESS = 1 << 62  # lengths of datasets that repeat without end are near 2^63
 
 
 def is_arrow_dataset(data: Dataset) -> bool:
-    """Returns whether this is a `datasets.Dataset`: Arrow tables, maybe behind indices."""
+    """Returns whether this is a `datasets.Dataset`: Arrow tables, perhaps with indices."""
     return all(
         hasattr(data, name)
         for name in ("with_format", "column_names", "features", "__len__", "__getitem__")
@@ -59,8 +59,8 @@ def is_dataset_dict(data: Dataset) -> bool:
 def is_random_access(data: Dataset) -> bool:
     """Returns whether this has rows by number and is not a plain container.
 
-    Such are `grain.MapDataset`, Grain's data sources, torch's map-style datasets, and users' own
-    classes.
+    Examples are `grain.MapDataset`, Grain's data sources, torch's map-style datasets, and users'
+    own classes.
     """
     plain = isinstance(
         data, str | bytes | Mapping | list | tuple | np.ndarray | pa.Table | pa.RecordBatch
@@ -71,7 +71,7 @@ def is_random_access(data: Dataset) -> bool:
 def is_streamed(data: Dataset) -> bool:
     """Returns whether this can only be read from its start.
 
-    Such are `datasets.IterableDataset` and `grain.IterDataset`.
+    Examples are `datasets.IterableDataset` and `grain.IterDataset`.
     """
     return not isinstance(data, str | bytes | Mapping | Sequence | Sized) and isinstance(
         data, Iterable
@@ -79,7 +79,7 @@ def is_streamed(data: Dataset) -> bool:
 
 
 def is_dataset_object(data: Dataset) -> bool:
-    """Returns whether `open_object` opens it: it is no path, and no rows in a plain container."""
+    """Returns whether `open_object` opens it: neither a path nor rows in a plain container."""
     kinds = (
         is_dataset_dict,
         is_arrow_dataset,
@@ -100,8 +100,8 @@ def open_object(
 ) -> ShardedSource:
     """Returns the source of an object.
 
-    Rows that an object has by number are known by their content, unless `version` says what they
-    are.
+    Rows that an object has by number are identified by their content, or by `version` if it is
+    given.
 
     Args:
         data: The object.
@@ -110,7 +110,7 @@ def open_object(
         options: Those of `own.as_source`.
 
     Raises:
-        ConfigError: There is no such split, or the object can be read only once.
+        ConfigError: The split does not exist, or the object can be read only once.
     """
     if is_dataset_dict(data):
         if split is None and len(data) == 1:
@@ -135,9 +135,9 @@ def open_object(
 def _opened(
     data: Dataset, name: str, version: str | int | None, *, skip: bool
 ) -> ArrowDatasetSource | RandomAccessSource:
-    """Returns a source of the dataset's tables, or of its rows if they are made when they are read.
+    """Returns a source of the dataset's tables, or of its rows if reading makes them.
 
-    The rows of `with_transform` are made so: no table holds them.
+    With `with_transform`, reading makes the rows: no table holds them.
     """
     made = (
         (attribute_of(data, "format") or {}).get("type") == "custom"
@@ -155,7 +155,7 @@ def _opened(
 
 
 class _Object(Source):
-    """The rows of an object: one shard, known by its content."""
+    """The rows of an object: one shard, identified by its content."""
 
     def __init__(self, name: str, rows: int, identity: str | None) -> None:
         """Sets up the one shard.
@@ -163,7 +163,7 @@ class _Object(Source):
         Args:
             name: The name of the dataset.
             rows: How many rows there are.
-            identity: What the rows are known by in place of their content; None: the content.
+            identity: What identifies the rows instead of their content; None: the content.
         """
         self._name, self._identity = name, identity
         self.shards: Sequence[Shard] = (
@@ -226,8 +226,8 @@ class RandomAccessSource(_Object):
     """Rows by number: anything with `len()` whose `data[i]` is a dict, or None for a filtered row.
 
     Values are Python objects or arrays. Columns follow from the first 1,024 rows. A later row that
-    does not fit them, or that is no dict, raises SourceError or is a reject (`skip`). Rows that are
-    None are rejects ("filtered", benign). It is thread safe if `data[i]` is.
+    does not fit them, or that is not a dict, raises SourceError or is a reject (`skip`). Rows that
+    are None are rejects ("filtered", benign). It is thread-safe if `data[i]` is.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class RandomAccessSource(_Object):
         return Scan(batch, (*bad, *left_out(none, "filtered")))
 
     def _there(self, start: int, stop: int) -> tuple[list[int], dict[int, Any]]:
-        """Returns the numbers of rows that are None, and the others by number."""
+        """Returns the numbers of the rows that are None, and the other rows by number."""
         taken = {i: self._data[i] for i in range(start, stop)}
         rows = {i: row for i, row in taken.items() if row is not None}
         return [i for i in taken if i not in rows], rows

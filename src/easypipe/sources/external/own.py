@@ -1,7 +1,7 @@
 """Users' own sources of dicts, by shard or generator: counted, versioned, kept in a temporary file.
 
 Law (stateless reads): rows that can only be read forward are read once and kept in a temporary file
-of this process, from which every read takes its own.
+of this process; every read takes its rows from there.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from easypipe.sources.external import dicts
 log = logging.getLogger("easypipe")
 
 BLOCK_ROWS = 256  # rows that are converted and written at a time
-# a source that is counted may have no end, which is warned of every so many rows
+# counting may never end; a warning after every this many rows says so
 MANY_ROWS = 10_000_000
 
 
 @runtime_checkable
 class Numbered(Protocol):
-    """A list, a table, a dataset: rows that are asked for by their number."""
+    """A list, a table, a dataset: rows that are read by number."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: Any, /) -> Any: ...
@@ -72,10 +72,10 @@ def is_sharded(data: Dataset) -> bool:
 
 
 def is_generator(data: Dataset) -> bool:
-    """Returns whether it gives rows one after the other.
+    """Returns whether it yields rows in turn.
 
-    That is a function without arguments, a generator function too, or an object that can be
-    iterated over again.
+    That is a function without arguments, which may be a generator function, or an object that can
+    be iterated over again.
     """
     if isinstance(data, type | os.PathLike):
         return False
@@ -105,21 +105,21 @@ def as_source(
     """Returns the source that `data` is, or that its rows become.
 
     Args:
-        data: A ShardedSource; an object that opens shards by name; a function that gives rows; or
-            what can be iterated over again.
-        name: The name of the dataset, for errors and for the one shard of what has no shards.
-        version: What its rows are known by; None takes that of `data`. Without one its tokens are
-            not kept.
-        num_rows: Takes only the first so many, over the shards in order; no row behind them is
-            asked for. A ShardedSource gives all.
+        data: A ShardedSource; an object that opens shards by name; a function that returns rows; or
+            an object that can be iterated over again.
+        name: The name of the dataset, for errors and for the only shard of data without shards.
+        version: What identifies its rows; None takes that of `data`. Without one its tokens are not
+            kept.
+        num_rows: Takes only this many first rows, over the shards in order; no later row is asked
+            for. A ShardedSource yields all.
         counted: Whether the rows of every shard are needed before the first is read; False leaves
-            shards whose ends are not known.
-        folder: The folder in which the counts of sources with a version are kept between runs; None
-            keeps none.
+            the ends of shards unknown.
+        folder: The folder in which the counts of sources with a version are kept between runs; with
+            None they are not kept.
         skip: Whether rows that do not fit the columns are rejects, not an error.
 
     Raises:
-        ConfigError: It is none of these, or `version` would have no effect.
+        ConfigError: `data` is none of these, or `version` would have no effect.
     """
     if is_complete(data):
         missing = [member for member in ("schema", "fingerprint") if not _has(data, member)]
@@ -157,8 +157,8 @@ class Given:
 
     Args:
         shards: Its shards.
-        open: Returns its rows from a physical row of a shard on.
-        seeks: Whether that costs nothing for a large row number.
+        open: Returns its rows, beginning at a physical row of a shard.
+        seeks: Whether that is cheap even for a large row number.
         label: The name of the user's object.
         held: The values that the object holds.
         version: As in `as_source`; so are name, folder and skip.
@@ -182,7 +182,7 @@ class Given:
         return self.name if name == self.name else f"{self.name}, shard {name!r}"
 
     def taken(self, shard: int, start: int, count: int) -> list[Item]:
-        """Returns `count` rows from row `start` on, fewer at the end."""
+        """Returns `count` rows beginning at row `start`, fewer at the end."""
         rows = iter(self.open(self.shards[shard].name, start))
         try:
             return dicts.next_rows(rows, start, count, self.at(shard))
@@ -190,7 +190,7 @@ class Given:
             _close(rows)
 
     def scanned(self, taken: list[Item], start: int, columns: pa.Schema, shard: int) -> Scan:
-        """Returns rows that were taken as a batch of `columns`."""
+        """Returns rows that were taken, as a batch of `columns`."""
         numbers = range(start, start + len(taken))
         return dicts.as_scan(taken, numbers, columns, self.at(shard), skip=self.skip)
 
@@ -198,10 +198,10 @@ class Given:
 class OwnSource(Source):
     """The rows of a user's own source, as `as_source` makes it; implements ShardedSource.
 
-    Columns follow from the first 1,024 rows, with lists and objects without a common type inside as
-    JSON. A later row that does not fit them, or that is no dict, raises SourceError or is a reject
-    (`skip`). Rows that can only be read forward are asked for once, in order, on one thread; those
-    of a source with `open_shard_at_row` are asked for where they are needed, on any thread.
+    Columns follow from the first 1,024 rows; lists and objects with mixed types inside are JSON. A
+    later row that does not fit them, or that is not a dict, raises SourceError or is a reject
+    (`skip`). Rows that can only be read forward are asked for once, in order, on one thread. Rows
+    of a source with `open_shard_at_row` are asked for when they are needed, on any thread.
     """
 
     def __init__(self, given: Given, num_rows: int | None, *, counted: bool) -> None:
@@ -215,7 +215,7 @@ class OwnSource(Source):
         self._columns: tuple[str, ...] | None = None
         self._kept = _Kept(given)
         self._exact: tuple[str, ...] = ()  # columns whose lists and objects are JSON
-        self._known: JsonObject = {}  # what was found out, shared by the copies of `select`
+        self._known: JsonObject = {}  # facts that were found, shared by the copies of `select`
         self._lock = threading.RLock()
 
     @property
@@ -225,7 +225,7 @@ class OwnSource(Source):
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """The shards, counted if need be; raises what the user's source raises meanwhile."""
+        """The shards, counted if necessary; passes on errors of the user's source."""
         return self._found(
             "shards", lambda: tuple(self._count()) if self._counted else self._given.shards
         )
@@ -253,7 +253,7 @@ class OwnSource(Source):
         return [name for name in there if is_json(self._whole.field(name).type)]
 
     def select(self, columns: Sequence[str]) -> OwnSource:
-        """Returns the same rows with only `columns`; what is read is read once for both."""
+        """Returns the same rows with only `columns`; both sources share what is read."""
         clone = copy.copy(self)
         require_columns(columns, self.schema.names, self._given.name)
         clone._columns = tuple(
@@ -286,7 +286,7 @@ class OwnSource(Source):
         return Scan(batch if self._columns is None else batch.select(list(self._columns)), rejects)
 
     def at_end(self, shard: int, position: int) -> bool:
-        """Returns whether there is no row at `position` or behind it."""
+        """Returns whether there is no row at `position` or after it."""
         if self._given.seeks:
             batch, rejects = self._sought(shard, position, position + 1)
             return not batch.num_rows and not rejects
@@ -356,7 +356,7 @@ class OwnSource(Source):
             remember_checked(path, {"shards": shards, "schema": schema_text(self._whole)})
 
     def _recall(self) -> None:
-        """Takes over what an earlier process found out."""
+        """Takes over the facts that an earlier process found."""
         path = self._path()
         known = {shard.name: shard for shard in self._given.shards}
 
@@ -373,10 +373,10 @@ class OwnSource(Source):
 
 
 class _Kept:
-    """Rows that can only be read forward, each taken once, in a temporary file without a name.
+    """Rows that can only be read forward, each taken once, in an unnamed temporary file.
 
-    It is thread safe. All iterators are begun and advanced on one thread: what many of them hold,
-    such as a connection to a database, belongs to one.
+    It is thread-safe. All iterators are begun and advanced on one thread, because many of them hold
+    something that belongs to one thread, such as a connection to a database.
     """
 
     def __init__(self, given: Given) -> None:
@@ -410,10 +410,10 @@ class _Kept:
             shard: The number of the shard.
             rows: How many rows are needed.
             columns: The columns of the rows.
-            limit: The most rows of the shard; no row behind them is ever asked for.
+            limit: The most rows of the shard; no later row is ever asked for.
 
         Returns:
-            How many rows were taken, at least those asked for or all.
+            How many rows were taken, which is at least as many as asked for, or all.
         """
         pulled = self._shards[shard]
         if not pulled.ended and (rows is None or pulled.rows < rows):
@@ -423,7 +423,7 @@ class _Kept:
     def read(
         self, shard: int, start: int, stop: int, columns: pa.Schema, limit: int | None
     ) -> Scan:
-        """Returns rows `start` to `stop`, which are taken first if they were not."""
+        """Returns rows `start` to `stop`; they are taken first if they have not been taken yet."""
         stop = min(stop, self.pull(shard, stop, columns, limit))
         if start >= stop:
             return Scan(pa.RecordBatch.from_pylist([], schema=columns), ())
@@ -466,8 +466,8 @@ class _Kept:
                 pulled.places.append((self._append(data), len(data)))
             except BaseException:
                 _close(pulled.iterator)
-                # An iterator that raised looks as if it had ended: the next call begins another
-                # one behind the rows that are kept.
+                # An iterator that raised looks as if it had ended: the next call begins another one
+                # after the rows that are kept.
                 pulled.iterator = None
                 raise
             pulled.rejects += rejects
@@ -504,15 +504,15 @@ class _Kept:
 
 
 class _Pulled:
-    """The rows that were taken of a shard so far.
+    """The rows that were taken from a shard so far.
 
     Attributes:
         rejects: The rejected rows.
-        iterator: Where reading goes on; None if it has to begin.
+        iterator: Where reading continues; None if it has to begin.
         places: (offset, bytes) of each block in the file.
         rows: How many rows were taken.
         num_bytes: Their bytes in memory.
-        ended: Whether they are all.
+        ended: Whether these are all rows.
     """
 
     def __init__(self) -> None:
@@ -524,7 +524,7 @@ class _Pulled:
 
 
 def _sharded(data: Dataset) -> Given:
-    """Returns what an object that opens shards by name gives."""
+    """Returns the members of an object that opens shards by name."""
     kind, base = type(data), ShardedDataSource
     own = [
         name
@@ -570,7 +570,7 @@ def _sharded(data: Dataset) -> Given:
 
 
 def _one_shard(data: Dataset, name: str) -> Given:
-    """Returns what a function or an iterable gives, as one shard."""
+    """Returns the members of a function or an iterable, as one shard."""
     require(
         not isinstance(data, Iterator),
         "data_files",
@@ -598,7 +598,7 @@ def _one_shard(data: Dataset, name: str) -> Given:
 
 
 def _behind(rows: Iterator[Item], row: int) -> Iterator[Item]:
-    """Returns the same iterator, `row` rows later."""
+    """Returns the same iterator, advanced by `row` rows."""
     for _ in itertools.islice(rows, row):
         pass
     return rows
@@ -612,9 +612,9 @@ def _close(rows: Dataset) -> None:
 
 
 def _has(data: Dataset, name: str) -> bool:
-    """Returns whether an object has a member that is not None, without asking for its value.
+    """Returns whether an object has a member that is not None, without evaluating properties.
 
-    The value of a property may open files. Only an object with `__getattr__` is asked for it.
+    A property may open files. A value is read only if the object has `__getattr__`.
     """
     missing = object()
     found = inspect.getattr_static(data, name, missing)

@@ -23,7 +23,7 @@ def is_saved_dataset(path: str | os.PathLike[str]) -> bool:
 
 
 def saved_splits(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
-    """Returns the splits of such a folder, and whether one is to be chosen (a DatasetDict)."""
+    """Returns the splits of such a folder, and whether one must be chosen (a DatasetDict)."""
     folder = _folder(path)
     if (folder / SPLITS).is_file():
         return _splits(folder), True
@@ -34,7 +34,7 @@ def saved_dataset_files(path: str | os.PathLike[str], split: str | None = None) 
     """Returns the Arrow shards, in their order.
 
     Raises:
-        ConfigError: There is no such split.
+        ConfigError: The split does not exist.
         MissingFileError: A file is missing.
         SourceError: The folder is damaged.
     """
@@ -95,7 +95,7 @@ def _splits(folder: Path) -> list[str]:
 
 
 def _inside(names: Sequence[Any], at: Path) -> list[str]:
-    """Returns the names; raises SourceError if one of them names nothing within the folder."""
+    """Returns the names; raises SourceError if one of them is not inside the folder."""
     for name in names:
         if not is_inside(name):
             raise SourceError(

@@ -4,7 +4,7 @@ Every document is a row of `input_ids`.
 
 two-dimensional .npy      a row of the array is a document
 one-dimensional .npy, raw .bin   documents end with `separator_id`, or all have `document_tokens`
-tokens .bin beside an .idx       the index says where documents lie (sources/external/megatron.py)
+tokens.bin next to an.idx       the index says where documents lie (sources/external/megatron.py)
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class TokenFilesConfig:
     Args:
         dtype: The integer type of raw `.bin` files, little-endian; `.npy` and `.idx` files record
             their own.
-        separator_id: The token that ends every document, most often EOS; it stays the document's
-            last token.
+        separator_id: The token that ends every document, usually EOS; it stays the document's last
+            token.
         document_tokens: Every document has this many tokens (the last of a file may have fewer),
             instead of a separator.
     """
@@ -66,13 +66,13 @@ class TokenFilesConfig:
 
 @dataclass(frozen=True)
 class _Found:
-    """How documents lie in one file.
+    """How documents are laid out in one file.
 
     Attributes:
         dtype: The dtype of the tokens.
-        start: The byte of the first one.
+        start: The byte at which the first one begins.
         width: The tokens of every document, unless there is an index.
-        megatron: The index that says where documents lie; None if there is none.
+        megatron: The index that says where documents are; None if there is none.
     """
 
     dtype: DType
@@ -87,11 +87,11 @@ class TokenShardedSource(RecordSource):
     Other options are those of FileSource.
 
     Args:
-        layout: How documents lie in the files.
+        layout: How documents are laid out in the files.
 
     Raises:
-        SourceError: A file has no layout, is of another format, is truncated, or has another number
-            of bytes than it says.
+        SourceError: A file has no layout, is of another format, is truncated, or its size differs
+            from what its header says.
     """
 
     kind = "tokens"
@@ -110,7 +110,7 @@ class TokenShardedSource(RecordSource):
         self._indexes = {path: index for path, index in found.items() if index is not None}
 
     def _survey(self, file: FileRef) -> Survey:
-        """Finds out where the documents of a file lie: by its index, its shape, or the layout."""
+        """Finds out where the documents of a file are: by its index, its shape, or the layout."""
         if file.path in self._indexes:
             self._refuse(file, "the .idx file beside it says where documents are")
             index = open_index(self._indexes[file.path], file)
@@ -181,13 +181,13 @@ class TokenShardedSource(RecordSource):
         return Rows(token_lists(values, offsets))
 
     def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
-        """Fetches documents that a separator ends; where others lie, each kind reads for itself."""
+        """Fetches documents that a separator ends; the other kinds fetch for themselves."""
         if isinstance(self._open().surveys[shard].detail, Found):
             return super().fetched(shard, start, stop)
         return nullcontext()
 
     def _refuse(self, file: FileRef, why: str) -> None:
-        """Raises SourceError if an option of the layout is given, which would have no effect."""
+        """Raises SourceError if an option of the layout is given: it would have no effect."""
         for name, value in fields_of(self._layout).items():
             if value is not None:
                 raise file.error(f"{name} has no effect: {why}", f"Leave {name} out.")

@@ -1,6 +1,6 @@
 """ArrayRecord files: records by number, as UTF-8 text or as documents of tokens.
 
-The package `array-record` (extra `arrayrecord`) is needed, which reads local files only.
+It needs the package `array-record` (extra `arrayrecord`), which reads only local files.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ArrayRecordShardedSource(FileSource):
             return reader.read(row, row + 1)[0].decode("utf-8", "replace")
 
     def _reader(self, file: FileRef) -> tuple[threading.Lock, Any]:
-        """Returns the lock and the reader of a file, which is opened once."""
+        """Returns the lock and the reader of a file; a file is opened once."""
         with self._reading:
             if file.path not in self._readers:
                 self._readers[file.path] = (threading.Lock(), _open(file))
@@ -137,7 +137,7 @@ def _open(file: FileRef) -> Any:
         return reader
     why = ""
     try:
-        reader.close()  # this call tells what was wrong
+        reader.close()  # this call raises the error with the cause
     except RuntimeError as error:
         why = f": {error}"
     raise file.error(

@@ -1,4 +1,4 @@
-"""Arrow IPC files and streams (feather version 2 too), told apart by content; checks of offsets."""
+"""Arrow IPC files and streams (also feather version 2), distinguished by content; offset checks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Batches:
         offsets: Where each batch's message begins in a stream; None for the file format.
         schema: The schema as it is stored.
         ended: False for a stream that stops between two messages without its end mark.
-        whole: False if only the head of a remote stream was looked at (FileRef.head_bytes).
+        whole: False if only the head of a remote stream was examined (FileRef.head_bytes).
     """
 
     first_row: Int64
@@ -61,7 +61,7 @@ class ArrowShardedSource(FileSource):
                     )
                 batches = _survey_file(opened)
             elif head.startswith(STREAM_MAGIC):
-                # looking over a whole stream on disk costs only a page per batch
+                # examining a whole stream on disk costs only a page per batch
                 batches = _survey_stream(opened, file.head_bytes if file.remote else None)
                 if not batches.ended:
                     log.warning(
@@ -162,12 +162,12 @@ def _read(
 
 
 def _require_offsets(array: pa.Array) -> None:
-    """Checks that every list and text, at any depth, lies within what it is cut from.
+    """Checks that every list and text, at any depth, is within the array that it is a slice of.
 
-    The library checks sizes of buffers alone, and then reads whatever the offsets say.
+    The library checks only the sizes of buffers, and then reads wherever the offsets point.
 
     Raises:
-        ArrowInvalid: One does not.
+        ArrowInvalid: A list or text is not.
     """
     kind, t = array.type, pa.types
     if isinstance(kind, pa.BaseExtensionType):
@@ -203,7 +203,7 @@ def _require_within(edges: Integers, size: int) -> None:
 def _only(schema: pa.Schema, names: list[str]) -> pa.ipc.IpcReadOptions:
     """Returns options that read these columns; if there are none, the cheapest one.
 
-    The library takes an empty list for all columns.
+    The library treats an empty list as all columns.
     """
     wanted = [i for i, name in enumerate(schema.names) if name in names]
     if not wanted and len(schema):
@@ -219,6 +219,6 @@ def _only(schema: pa.Schema, names: list[str]) -> pa.ipc.IpcReadOptions:
 def _open(file: FileRef) -> pa.NativeFile:
     if file.remote:
         return pa.PythonFile(open_binary(file), mode="r")
-    # open_local refuses a file that changed, as the map below must not meet a shorter one
+    # open_local refuses a file that changed, because the map below must not meet a shorter one
     with open_local(file):
         return pa.memory_map(os.fsencode(file.here.path), "r")

@@ -1,7 +1,6 @@
 """CSV and TSV files, plain or compressed: delimiter, header, quoted fields with line breaks.
 
-Every column is text as it stands in the file: a type guessed from some rows would not hold for the
-others.
+Every column is the text in the file: a type guessed from some rows might not fit the others.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from easypipe.sources.formats.scanners import split_csv
 from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.refs import COMPRESSIONS, FileRef
 
-HEADER_BYTES = 1 << 20  # the header must end within so many first bytes
+HEADER_BYTES = 1 << 20  # the header must end within this many first bytes
 
 
 class CsvShardedSource(RecordSource):
     """The records of CSV (comma) and .tsv (tab) files with a header line; all columns are text.
 
-    Options are those of FileSource. Row 0 is the first record behind the header. Reasons of
-    rejects: blank_line (benign), wrong_fields, invalid_utf8.
+    Options are those of FileSource. Row 0 is the first record after the header. Reasons of rejects:
+    blank_line (benign), wrong_fields, invalid_utf8.
     """
 
     kind = "csv"
@@ -62,7 +61,7 @@ def _parse(header: list[str], delimiter: str, piece: Records, fields: pa.Schema)
 
     Args:
         header: The names of all columns.
-        delimiter: What separates fields.
+        delimiter: The separator of fields.
         piece: The records.
         fields: The columns to return.
     """
@@ -71,7 +70,7 @@ def _parse(header: list[str], delimiter: str, piece: Records, fields: pa.Schema)
     rejects = list(left_out(np.flatnonzero(~filled) + piece.row, "blank_line", "a blank line"))
     rows = np.flatnonzero(filled)
     table, bad = block(piece, rows)
-    if table is None:  # pyarrow cuts some record otherwise than the scanner: each is read alone
+    if table is None:  # pyarrow splits a record differently from the scanner: each is read alone
         tables, bad = [], []
         for i in range(len(rows)):
             alone, wrong = block(piece, rows[i : i + 1])
@@ -97,7 +96,7 @@ def _block(
 
     Args:
         header: The names of all columns.
-        delimiter: What separates fields.
+        delimiter: The separator of fields.
         names: The columns to return.
         piece: Records of the file.
         rows: Int64[n], the numbers of the records within `piece`.
@@ -120,7 +119,7 @@ def _block(
         text = piece.data[piece.starts[first] : piece.ends[last]].tobytes()
     else:
         text = b"\n".join([piece.record(int(i)) for i in rows])
-    # The reader drops a byte order mark: one is put in front, as a field may begin with such.
+    # The reader drops a byte order mark: one is put in front, because a field may begin with one.
     text = BOM + text + b"\n"
     read = pc.ReadOptions(use_threads=False, block_size=len(text) + 64, column_names=header)
     parse = pc.ParseOptions(
@@ -145,7 +144,7 @@ def _block(
 def _header(
     file: FileRef, delimiter: str, split: Splitter, plain: PlainBytes
 ) -> tuple[list[str], int]:
-    """Returns the column names, and the plain offset of the first record behind them."""
+    """Returns the column names, and the plain offset of the first record after them."""
     head = read_head(file, HEADER_BYTES, plain)
     at = len(BOM) if head.startswith(BOM) else 0
     starts, ends = np.empty(1, np.int64), np.empty(1, np.int64)

@@ -1,9 +1,9 @@
 """ForwardSource: line files read forward for streaming, uncounted, by offset, and where they end.
 
-A row is known by the plain byte at which its line begins: that is its `__row_number__`, and "rows"
-a to b are the lines that begin in those bytes. So a range can be read before anything is known
-about what stands in front of it, and the law of stateless reads holds as it does for counted rows.
-A compressed file is entered at its start, or where a zstd frame or gzip member was found before.
+A row is identified by the plain byte at which its line begins. That is its `__row_number__`, and
+"rows" a to b are the lines that begin in those bytes. So a range can be read before anything before
+it is known, and the law of stateless reads holds as it does for counted rows. Reading of a
+compressed file begins at its start, or at a zstd frame or gzip member that was found before.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from easypipe.sources.formats.scanners import split_lines
 from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.refs import FileRef, compression_of, format_of
 
-HEAD_BYTES = 1 << 20  # the columns of JSON lines follow from so many bytes of the first file
+HEAD_BYTES = 1 << 20  # the columns of JSON lines follow from this many bytes of the first file
 BLOCK_BYTES = 1 << 20  # bytes that are read at a time to find where the first lines end
-BEHIND_BYTES = 1 << 16  # bytes that are first read behind a range, for the end of its last line
+BEHIND_BYTES = 1 << 16  # bytes that are first read after a range, for the end of its last line
 PARSERS = {"json": jsonlines.parse_lines, "txt": txt.parse_lines}
 
 
 class ForwardSource(FileSource):
     """Rows of JSON lines or plain text whose numbers are byte offsets, one shard per file.
 
-    The shard of a plain file has as many "rows" as the file has bytes; that of a compressed one has
-    None, and `at_end` says where it ends. Rejects and errors are those of the indexed readers, with
-    bytes in place of rows. Other options are those of FileSource.
+    The shard of a plain file has as many "rows" as the file has bytes; that of a compressed file
+    has None, and `at_end` says where it ends. Rejects and errors are those of the indexed readers,
+    with bytes in place of rows. Other options are those of FileSource.
 
     Args:
         files: The files.
         kind: "json" or "txt".
         on_error: As in FileSource.
-        num_rows: Takes only the first so many lines, over the files in order. They are read once to
+        num_rows: Takes only this many first lines, over the files in order. They are read once to
             find where they end.
     """
 
@@ -91,7 +91,7 @@ class ForwardSource(FileSource):
         """Returns the columns.
 
         For JSON lines these are the columns of the first HEAD_BYTES of the first file that has rows
-        there; one that is null throughout them is taken for text.
+        there; a column that is null in all of them is treated as text.
         """
         if self.kind == "txt":
             return txt.SCHEMA
@@ -102,7 +102,7 @@ class ForwardSource(FileSource):
             return self._schemas[self.columns]
 
     def _columns_of(self, file: FileRef) -> pa.Schema | None:
-        """Returns the columns of a file's first JSON lines; None if it begins with none."""
+        """Returns the columns of a file's first JSON lines; None if it has no rows there."""
         num_bytes, head = HEAD_BYTES, read_head(file, HEAD_BYTES)
         # reads on while the first line is longer
         while b"\n" not in head and len(head) == num_bytes < MAX_RECORD_BYTES:
@@ -165,7 +165,7 @@ class ForwardSource(FileSource):
 
     @cached_property
     def _cuts(self) -> tuple[int, ...]:
-        """The plain byte behind the last of the first `num_rows` lines, by file that has some."""
+        """The plain byte after the last of the first `num_rows` lines, by file that has any."""
         assert self.num_rows is not None
         left, cuts = self.num_rows, []
         for file in self.files:
@@ -205,7 +205,7 @@ class ForwardSource(FileSource):
     def exactly(self, columns: Sequence[str]) -> ForwardSource:
         """Returns the same rows, in which lists and objects of `columns` are JSON text.
 
-        The types of rows that follow are not known.
+        The types of later rows are not known.
         """
         clone = self.reopened()
         clone._exact, clone._schemas = columns, {}
@@ -215,13 +215,13 @@ class ForwardSource(FileSource):
         return self._plain.held(self.files[shard], max(0, start - 1), stop + BEHIND_BYTES)
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """Returns the lines that begin in plain bytes `start` to `stop`, which may pass the end."""
+        """Returns the lines that begin in plain bytes `start` to `stop`, or up to the end."""
         if self.num_rows is not None:
             stop = max(start, min(stop, self._cuts[shard]))
         return super().scan(shard, start, stop)
 
     def at_end(self, shard: int, position: int) -> bool:
-        """Returns whether there is no plain byte at `position` or behind it."""
+        """Returns whether there is no plain byte at `position` or after it."""
         if self.num_rows is not None:
             return position >= self._cuts[shard]
         return self._plain.ends(self.files[shard], position)
@@ -244,12 +244,12 @@ def open_forward(
 ) -> ForwardSource | None:
     """Returns a source that reads `data_files` forward without counting them; None if it cannot.
 
-    It cannot read JSON that is one array, CSV, files in folders that name values, and formats that
+    It cannot read JSON that is one array, CSV, files whose folders hold values, and formats that
     know their rows anyway (parquet, arrow).
 
     Args:
         data_files: Paths, globs, folders or URLs.
-        type: Their format; None goes by the extension.
+        type: Their format; None decides by the extension.
         on_error: As in FileSource.
         storage_options: Passed to fsspec.
         num_rows: As in ForwardSource.
@@ -258,7 +258,7 @@ def open_forward(
     kinds = {type or format_of(file.path) for file in files}
     if (
         len(kinds) != 1 or not kinds <= {"json", "txt"} or any(file.partitions for file in files)
-    ):  # folders that name values add columns
+    ):  # folders with values in their names add columns
         return None
     kind = str(kinds.pop())
     if files[0].remote:

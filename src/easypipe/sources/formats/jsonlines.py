@@ -1,9 +1,9 @@
 """JSON files, plain or compressed, one object a line or one array; why a record is not a row.
 
-Elements of an array are found by a scanner, and parsed as lines are, with line breaks inside them
-turned to spaces. pyarrow parses a range at once. If it refuses a block, the block is halved until
-the bad lines stand alone, and these are named. Whether a row is good is decided by that row alone,
-never by its neighbours.
+Elements of an array are found by a scanner, and parsed as lines are, with spaces instead of line
+breaks inside them. pyarrow parses a range at once. If it refuses a block, the block is halved until
+the bad lines are alone, and these are reported. Whether a row is good depends on that row alone,
+never on its neighbours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from easypipe.sources.formats.scanners import (
 from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import json_array, json_text
 
-FEW = 64  # a refused block of at most so many lines is checked line by line
+FEW = 64  # a refused block of at most this many lines is checked line by line
 KIND_NAMES = {
     bool: "true or false",
     int: "a number",
@@ -60,7 +60,7 @@ class JsonShardedSource(RecordSource):
     _exact: Sequence[str] = ()  # the columns of Source.exactly
 
     def _lay_out(self, file: FileRef) -> Layout:
-        """Tells lines from one array by the first character that is not white space."""
+        """Distinguishes lines from one array by the first character that is not white space."""
         head = read_head(file, 1 << 16, self._plain)
         start = len(BOM) if head.startswith(BOM) else 0
         text = head[start:]
@@ -92,7 +92,7 @@ def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> Rows:
     Args:
         piece: The records.
         fields: The columns to return.
-        lines_already: Whether only line breaks stand between the records.
+        lines_already: Whether only line breaks are between the records.
     """
     count = len(piece.starts)
     flags = np.empty(count, np.uint8)
@@ -127,11 +127,11 @@ def _with_json(
 ) -> tuple[pa.Table, list[tuple[int, str]]]:
     """Returns the good rows with the columns that are JSON, and (line, why) of bad ones.
 
-    In such a column a row has its own keys in its own order, and the nulls it was given.
+    In such a column a row has its own keys in their order, and its own nulls.
 
     Args:
         table: The rows that pyarrow parsed, with the other columns.
-        bad: (line, why) of the lines that it refused.
+        bad: (line, why) of the lines that pyarrow refused.
         lines: All lines.
         fields: The columns to return.
     """
@@ -140,7 +140,7 @@ def _with_json(
     texts: list[list[str | None]] = [[] for _ in names]
     kept: list[int] = []  # rows of `table`
     at = -1
-    # row by row: these columns are objects of any shape, which no kernel of Arrow cuts out
+    # row by row: these columns are objects of any shape, which no Arrow kernel can extract
     for i, line in enumerate(lines):
         if i in why:
             continue
@@ -173,7 +173,7 @@ class _Lines:
     schema: pa.Schema
 
     def parse(self, first: int, last: int) -> tuple[pa.Table, list[tuple[int, str]]]:
-        """Returns the rows of the lines that parse, and (line, why) of those that do not."""
+        """Returns the rows of the lines that can be parsed, and (line, why) of the other lines."""
         tables: list[pa.Table] = []
         bad: list[tuple[int, str]] = []
         pending = [(first, last)]
@@ -187,7 +187,7 @@ class _Lines:
             elif b - a == 1:
                 bad.append((a, result))
             elif b - a <= FEW and (wrong := [i for i in range(a, b) if self._is_wrong(i)]):
-                bad += [(i, result) for i in wrong]  # quicker than halving down to each
+                bad += [(i, result) for i in wrong]  # faster than halving down to each
                 edges = [a, *(edge for i in wrong for edge in (i, i + 1)), b]
                 pending += list(zip(edges[::2], edges[1::2], strict=True))[::-1]
             else:
@@ -196,7 +196,7 @@ class _Lines:
         return pa.concat_tables(tables) if tables else self.schema.empty_table(), bad
 
     def _is_wrong(self, line: int) -> bool:
-        """Returns whether a value is of another kind than its column, which pyarrow refuses."""
+        """Returns whether a value has another kind than its column, which pyarrow refuses."""
         try:
             row = json.loads(
                 bytes(self.text[int(self.borders[line]) : int(self.borders[line + 1])])
@@ -267,9 +267,9 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
 
 
 def misfit(row: Record, fields: pa.Schema) -> pa.Field | None:
-    """Returns the first column whose value has another outer kind than its type, if any.
+    """Returns the first column whose value has another outer kind than its type, or None.
 
-    What lies inside of lists and objects is left to pyarrow.
+    pyarrow checks what is inside lists and objects.
     """
     for field in fields:
         value = row.get(field.name)
@@ -294,9 +294,9 @@ def _kind_name(kind: pa.DataType) -> str:
 
 
 def _parse_schema(fields: pa.Schema) -> pa.Schema:
-    """Returns the types that pyarrow's JSON reader is asked for.
+    """Returns the types that pyarrow's JSON reader is asked to return.
 
-    It knows no large_list, and gives invalid arrays for lists of nulls (pyarrow 26).
+    It does not know large_list, and returns invalid arrays for lists of nulls (pyarrow 26).
     """
 
     def small(kind: pa.DataType) -> pa.DataType:

@@ -1,9 +1,10 @@
 """Column types of JSON rows: one schema for a whole file, from a scan of its keys and values.
 
 Null gives way to any type. Numbers are int64, or float64 if one of them is not an integer or does
-not fit. A column of several kinds has the type of lists or objects if these came first, else that
-of strings if there are any, else that of the kind that came first; rows of another kind are bad
-rows. If the insides of its lists or objects have no common type, the column is kept as JSON.
+not fit. A column of several kinds has the type of lists or objects if these came first. Otherwise
+it has that of strings if there are any, or that of the kind that came first. Rows of another kind
+are bad rows. If the contents of its lists or objects have no common type, the column is kept as
+JSON.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Keys(NamedTuple):
         table: A hash table of key numbers; -1 is free.
         spans: Key k is text[spans[k] : spans[k + 1]].
         text: The raw bytes of keys, as between their quotes.
-        kinds: Of each key, all kinds of values seen.
-        first: Of each key, the first kind seen that is not NULL.
+        kinds: For each key, all kinds of values seen.
+        first: For each key, the first kind seen that is not NULL.
     """
 
     counts: Int64
@@ -86,7 +87,7 @@ def new_keys() -> Keys:
 
 @jit
 def observe_keys(data, starts, ends, flags, keys):
-    """Adds what the top-level keys of GOOD records hold to Keys, and flags all records.
+    """Adds the top-level keys of GOOD records and their values to Keys, and flags all records.
 
     Keys beyond MAX_KEYS set counts[2] and are not recorded.
     """
@@ -143,7 +144,7 @@ def observe_keys(data, starts, ends, flags, keys):
 
 @jit
 def _value(data, words, i, end):
-    """Returns the kind of the value at `i`, and where it ends; -1 if there is none."""
+    """Returns the kind of the value at `i`, and where it ends; -1 if it is not a value."""
     if i >= end:
         return 0, -1
     c = data[i]
@@ -200,7 +201,7 @@ def _slot(data, key, key_end, guess, keys):
 
     Args:
         data: The bytes of the file.
-        key: Where the key begins, behind its quote.
+        key: Where the key begins, after its quote.
         key_end: Where it ends.
         guess: The number that it probably has.
         keys: The Keys, to which a new key is added.
@@ -250,14 +251,14 @@ class Observer:
 
     Args:
         path: The file, for errors.
-        columns: The columns whose insides matter; None stands for all.
+        columns: The columns whose contents matter; None means all.
     """
 
     def __init__(self, path: str, columns: tuple[str, ...] | None) -> None:
         self._path = path
         self._columns = columns
         self._keys = new_keys()
-        # entered first, so that they are found even if a file has more keys than the table holds
+        # added first, so that they are found even if a file has more keys than the table holds
         if columns is not None:
             for name in columns:
                 row = json.dumps({name: None}, ensure_ascii=False).encode()
@@ -287,12 +288,12 @@ class Observer:
                     self._nested[name] = kind if before is None else merge_json(before, kind)
 
     def _look_for_nulls(self, lines: bytes, names: list[str]) -> None:
-        """Notes the columns with nulls in their objects.
+        """Records which columns have nulls in their objects.
 
-        An Arrow struct cannot tell such a null from a key that only other rows have.
+        An Arrow struct cannot distinguish such a null from a key that only other rows have.
         """
         names = [name for name in names if name not in self._nulls]
-        # the word is searched first: most files hold none, and the pattern looks at every byte
+        # the word is searched first: most files hold no null, and the pattern looks at every byte
         if not names or b"null" not in lines or not _NULL.search(lines):
             return
         for row in _objects(line for line in io.BytesIO(lines) if _NULL.search(line)):
@@ -349,13 +350,13 @@ class Observer:
 
 
 def schema_of(facts: JsonObject, exact: Sequence[str] = (), *, known: bool = True) -> pa.Schema:
-    """Returns the schema that an Observer's facts tell.
+    """Returns the schema that an Observer's facts describe.
 
     Args:
         facts: What `Observer.facts` returned.
         exact: Columns that are kept as JSON if an Arrow type would lose nulls.
         known: Whether the facts cover all rows. If not, lists and objects of `exact` columns are
-            JSON, as nothing is known about rows that follow.
+            JSON, because nothing is known about later rows.
     """
     nested = schema_of_text(facts["nested"])
     fields = []
@@ -375,7 +376,7 @@ def schema_of(facts: JsonObject, exact: Sequence[str] = (), *, known: bool = Tru
 
 
 def _has_null(value: Any, outermost: bool = True) -> bool:
-    """Returns whether an object holds a null, but for the role or content of a message."""
+    """Returns whether an object holds a null, except as role or content of a message."""
     if isinstance(value, dict):
         own = any(
             item is None and not (outermost and key in ("role", "content"))
@@ -419,10 +420,10 @@ def _objects(lines: Iterable[bytes]) -> Iterator[JsonObject]:
 
 
 def merge_json(first: pa.DataType, second: pa.DataType) -> pa.DataType:
-    """Returns the type of a nested column of both; JSON if no type holds both within.
+    """Returns the type of a nested column of both; JSON if no type holds both inside.
 
-    Lists and objects in one place within it are such a conflict, too. But if the column itself has
-    both, the kind that came first stays, and rows of the other kind are bad rows.
+    Lists and objects in the same place inside it are such a conflict, too. But if the column itself
+    has both, the kind that came first stays, and rows of the other kind are bad rows.
     """
     t = pa.types
     if is_json(first) or is_json(second):
@@ -436,10 +437,10 @@ def merge_json(first: pa.DataType, second: pa.DataType) -> pa.DataType:
 
 
 def _without_times(kind: pa.DataType) -> pa.DataType:
-    """Returns a plain type in which times are texts.
+    """Returns a plain type with text instead of times.
 
-    The JSON reader takes strings that look like times for times, so the type would depend on the
-    rows at hand.
+    The JSON reader parses strings that look like times as times, so the type would depend on the
+    rows in the block.
     """
     t = pa.types
     times = lambda one: t.is_timestamp(one) or t.is_time(one) or t.is_date(one)  # noqa: E731
@@ -447,7 +448,7 @@ def _without_times(kind: pa.DataType) -> pa.DataType:
 
 
 def _type_of(value: Any) -> pa.DataType:
-    """Returns the Arrow type of a JSON value; raises TypeConflict if its insides have none."""
+    """Returns the Arrow type of a JSON value; raises TypeConflict for mixed types inside."""
     if value is None:
         return pa.null()
     if isinstance(value, bool):

@@ -1,8 +1,8 @@
 """MDS shards of MosaicML streaming, plain or compressed, checked against their index.json.
 
-A shard, little-endian: uint32 rows; uint32[rows + 1] bytes at which rows begin, and the last ends;
-JSON that names the columns, their encodings and sizes; the rows. A row: uint32 for the size of each
-column without a fixed one, and the values.
+A shard, little-endian: uint32 rows; uint32[rows + 1] bytes at which rows begin, and the end of the
+last; JSON with the columns' names, encodings and sizes; the rows. A row: uint32 for the size of
+each column without a fixed one, and the values.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ class _Shard(NamedTuple):
 class MdsShardedSource(FileSource):
     """The rows of MDS shards. Options are those of FileSource.
 
-    If a folder is given, every shard that its index.json names must be there. A shard that lies
-    there both plain and compressed is read once. Reasons of rejects: unparsable (JSON),
-    invalid_utf8.
+    If a folder is given, every shard in its index.json must be there. A shard that is there both
+    plain and compressed is read once. Reasons of rejects: unparsable (JSON), invalid_utf8.
     """
 
     kind = "mds"
@@ -73,7 +72,7 @@ class MdsShardedSource(FileSource):
         self.files = tuple(f for f in self.files if _stem(f.path) not in plain)
         given = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
         if all(isinstance(one, FileRef) or format_of(str(one)) == "mds" for one in given):
-            return  # shards that were named one by one need not be all of the index
+            return  # shards that were named one by one need not be all shards of the index
         have = {_stem(file.address) or file.address for file in self.files}
         for file in self.files:
             folder = file.address.rpartition("/")[0]
@@ -151,17 +150,17 @@ class MdsShardedSource(FileSource):
 
 
 def _uint32(data: bytes) -> Array:
-    """Returns as many numbers as there are."""
+    """Returns all numbers in `data`."""
     return np.frombuffer(data, "<u4", len(data) // 4)
 
 
 def _stem(path: str) -> str | None:
-    """Returns the path without the ending of its compression; None if it is not compressed."""
+    """Returns the path without the extension of its compression; None if it is not compressed."""
     return path.rpartition(".")[0] if compression_of(path) else None
 
 
 def _kind(encoding: str) -> Kind | None:
-    """Returns the kind of an encoding; None if it is not read."""
+    """Returns the kind of an encoding, or None if it cannot be read."""
     name, *more = encoding.split(":")
     name = "int64" if encoding == "int" else name
     if name in SCALARS:
@@ -183,7 +182,7 @@ def _array(dtype: DType, data: bytes, *, fixed: bool) -> Array:
 
 
 class _Indexes:
-    """The index.json of each folder of one source, each read once. It is thread safe."""
+    """The index.json of each folder of one source, each read once. It is thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -191,7 +190,7 @@ class _Indexes:
         self._hashed: set[str] = set()
 
     def of(self, file: FileRef) -> dict[str, Json] | None:
-        """Returns what the index beside a shard says about each file (samples, bytes, hashes).
+        """Returns what the index next to a shard says about each file (samples, bytes, hashes).
 
         It is None if there is no index.
         """
@@ -202,13 +201,13 @@ class _Indexes:
             return self._folders[folder]
 
     def check(self, file: FileRef, rows: int) -> None:
-        """Raises SourceError if the index has another size or number of rows."""
+        """Raises SourceError if the size or the number of rows in the index differs."""
         facts = self._facts(file)
         _agree(file, "bytes", file.num_bytes, facts.get("bytes"))
         _agree(file, "rows", rows, facts.get("samples"))
 
     def check_hashes(self, file: FileRef) -> None:
-        """Raises SourceError if the file has another hash; each file is read once in a process.
+        """Raises SourceError if the file's hash differs; each file is read once in a process.
 
         Writers leave hashes out unless they are asked for them.
         """
@@ -236,7 +235,7 @@ class _Indexes:
 
 
 def _agree(file: FileRef, what: str, here: int | str, said: int | str | None) -> None:
-    """Raises SourceError if the index says something else about a file than what is here."""
+    """Raises SourceError if the index and the file disagree."""
     if said not in (None, here):
         problem = f"{what}: {here}, {INDEX} says {said}"
         raise file.error(problem, COPY)

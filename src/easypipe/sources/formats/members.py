@@ -18,7 +18,7 @@ from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.refs import FileRef, changed
 from easypipe.sources.schemas import JSON, json_array
 
-CUT_BYTES = 1 << 20  # cuts of a shard are at least so many plain bytes apart
+CUT_BYTES = 1 << 20  # cuts of a shard are at least this many plain bytes apart
 WINDOW_BYTES = 4 << 20  # plain bytes that are read at a time
 
 
@@ -27,12 +27,12 @@ Value = str | np.generic | Array
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of values that byte strings hold.
+    """A kind of value that byte strings hold.
 
     Args:
         type: The Arrow type of the column.
         decode: Returns the value; raises ValueError, IndexError or OverflowError if the bytes hold
-            something else. None: the bytes are text or bytes as they are.
+            something else. None: the bytes are the text or the value.
     """
 
     type: pa.DataType
@@ -87,7 +87,7 @@ def rows_of(
     Args:
         columns: The kind and the byte strings (None: null) of each column.
         start: The first row.
-        stop: The row behind the last one.
+        stop: The row after the last one.
     """
     arrays: dict[str, pa.Array] = {}
     bad: dict[int, Reject] = {}
@@ -121,7 +121,7 @@ def unread(file: FileRef, column: str, kind: str) -> SchemaError:
     Args:
         file: The file.
         column: The name of the column.
-        kind: What is not read, for the message.
+        kind: The kind that cannot be read, for the message.
     """
     return SchemaError(
         at=place(file.path, column=column),

@@ -1,8 +1,8 @@
-"""Parquet files: small row groups are decoded as a whole, large ones read on from kept places.
+"""Parquet files: small row groups are decoded whole, large ones are read on from kept places.
 
-A range that covers a row group decodes it. One that covers a part of it keeps a place there for its
-neighbours: the decoded group if it is small, else as far as reading came, so that memory is bounded
-however large row groups are.
+A range that covers a row group decodes it. A range that covers a part of it keeps a place there for
+its neighbours. That is the decoded group if it is small, otherwise the position that reading has
+reached, so that memory is bounded however large row groups are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALL_GROUP_BYTES = 32 << 20
 STREAMED_BYTES = 4 << 20  # bytes of a large group that are decoded at a time
 KEPT_PLACES = 4  # how many places are kept per file
 CUT_BYTES = 16 << 20  # a large group has cuts about this far apart
-JUMP_BYTES = 1 << 16  # least bytes of a remote read; the library asks for whole column chunks
+JUMP_BYTES = 1 << 16  # the fewest bytes of a remote read; the library asks for whole column chunks
 MAGIC = b"PAR1"
 
 
@@ -44,14 +44,14 @@ class _Groups:
 
 @dataclass
 class _Place:
-    """A place in a row group, from which reading can go on.
+    """A place in a row group, from which reading can continue.
 
     Attributes:
         group: The number of the group.
         columns: The columns that are read.
         position: The row of the group at which `held` begins.
         held: Rows that are decoded.
-        batches: The batches behind them.
+        batches: The batches after them.
     """
 
     group: int
@@ -148,7 +148,7 @@ class ParquetShardedSource(FileSource):
                     break
                 place.position = end
                 place.held = pa.Table.from_batches([next(place.batches)])
-            if not _is_small(groups, group, columns):  # a small group stays decoded as a whole
+            if not _is_small(groups, group, columns):  # a small group stays decoded
                 place.held = place.held.slice(b - place.position)
                 place.position = b
             places.append(place)
@@ -182,7 +182,7 @@ def _whole(
 
 
 def _open_place(file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int) -> _Place:
-    """Returns a place at the beginning of a group; a small group is decoded as a whole."""
+    """Returns a place at the beginning of a group; a small group is decoded whole."""
     if _is_small(groups, group, columns):
         return _Place(group, columns, 0, _decode(file, groups, columns, [group]), iter(()))
     parquet = pq.ParquetFile(
@@ -212,7 +212,7 @@ def _is_small(groups: _Groups, group: int, columns: tuple[str, ...]) -> bool:
 
 
 def _group_bytes(metadata: pq.FileMetaData, group: int, columns: tuple[str, ...] | None) -> int:
-    """Returns the decoded bytes of the columns that are read; None stands for all columns."""
+    """Returns the decoded bytes of the columns that are read; None means all columns."""
     info = metadata.row_group(group)
     chunks = [info.column(i) for i in range(info.num_columns)]
     return sum(

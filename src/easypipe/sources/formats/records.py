@@ -1,8 +1,8 @@
 """Text files as records (lines, array elements, CSV records): limits, the kept index, ranges.
 
-The index has an entry (row, plain offset) every 1,024 records or 1 MiB, whichever comes first, so
-that finding a row costs at most that much reading. If there is an index_dir it is kept there as
-`<identity>.index.json`, and made again when the file changed.
+The index has an entry (row, plain offset) every 1,024 records or 1 MiB, whichever comes first. So
+finding a row costs at most that much reading. If there is an index_dir, the index is kept there as
+`<identity>.index.json`, and is made again when the file changes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from easypipe.sources.refs import FileRef, changed, compression_of
 INDEX_VERSION = 2
 ENTRY_ROWS = 1024
 ENTRY_BYTES = 1 << 20
-CUT_BYTES = 1 << 20  # cuts of a shard are at least so many plain bytes apart
+CUT_BYTES = 1 << 20  # cuts of a shard are at least this many plain bytes apart
 CHUNK_BYTES = 4 << 20
-REMOTE_CHUNK_BYTES = 8 << 20  # of a remote file: each answer is waited for
-PIECE_BYTES = 32 << 20  # a range is read in pieces of about so many plain bytes
+REMOTE_CHUNK_BYTES = 8 << 20  # for a remote file, as each answer is waited for
+PIECE_BYTES = 32 << 20  # a range is read in pieces of about this many plain bytes
 SYNCED_BYTES = 1 << 20  # the index of a smaller local file is made again sooner than synced
 BATCH_RECORDS = 1 << 14
 MAX_RECORD_BYTES = 1 << 30
@@ -46,15 +46,15 @@ Splitter = Callable[[UInt8, bool, Int64, Int64], tuple[int, int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How records lie in one file, and what they are.
+    """How records are laid out in one file, and what they are.
 
     Args:
-        key: What the index depends on, beside the file.
+        key: What the index depends on, besides the file.
         split: Finds the records in a stretch of bytes.
         start: The plain offset of the first record.
         schema: Returns the columns, from the index's facts.
         parse: Returns the good rows of some records, their numbers, and the rejects in order.
-        observer: Makes the object that is shown every record while the index is made; None: none.
+        observer: Makes the object that gets every record while the index is made, or is None.
         lead: The bytes of separator that `starts` includes.
         closes: Whether the file marks the end of its records.
         lines: Whether record r is line r + 1.
@@ -155,13 +155,13 @@ BREAKS = {
 
 
 class RecordSource(FileSource):
-    """The base class of text formats; a subclass says how records lie in a file."""
+    """The base class of text formats; a subclass says how records are laid out in a file."""
 
     numbered = True
     fetches = True
 
     def _lay_out(self, file: FileRef) -> Layout:
-        """Returns how records lie in a file."""
+        """Returns how records are laid out in a file."""
         raise NotImplementedError
 
     def _survey(self, file: FileRef) -> Survey:
@@ -224,10 +224,10 @@ class RecordSource(FileSource):
             file: The file.
             found: What its survey found.
             start: The first record.
-            stop: The record behind the last one.
+            stop: The record after the last one.
 
         Raises:
-            SourceError: The file is not what the index says.
+            SourceError: The file does not match the index.
         """
         row, begin, end = found.index.span(start, stop)
         data = frozen(self._plain.fetch(file, begin, end, found.index.restarts, once=True))
@@ -241,7 +241,7 @@ class RecordSource(FileSource):
 
 
 def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordIndex:
-    """Counts the records of a file or its head, and notes where they begin.
+    """Counts the records of a file or its head, and records where they begin.
 
     Raises:
         SourceError: The file is damaged, truncated or has a record above MAX_RECORD_BYTES.
@@ -302,13 +302,13 @@ def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordInd
 
 
 def _behind(file: FileRef, plain: PlainBytes, position: int, held: int) -> tuple[bytes, bool, bool]:
-    """Reads on from plain offset `position`, behind `held` bytes that are not split yet.
+    """Reads on from plain offset `position`, after `held` bytes that are not split yet.
 
     Returns:
         The bytes; whether the file ends there; whether its head ends before the file does.
     """
     limit = sys.maxsize if file.head_bytes is None else file.head_bytes
-    # for a long record as much again as is held, so that it is scanned few times
+    # a long record doubles what is held, so that it is scanned only a few times
     least = REMOTE_CHUNK_BYTES if file.remote else CHUNK_BYTES
     wanted = max(0, min(max(least, held), limit - position))
     more = plain.fetch(file, position, position + wanted)
@@ -323,8 +323,8 @@ def _kept_index(
 ) -> RecordIndex:
     """Returns the index from its file in `index_dir`, or makes and keeps it.
 
-    An index file that cannot be read is made again, with a warning. The index of a head is not
-    kept; the index file of the whole file, if there is one, tells `total_rows`.
+    An index file that cannot be read is replaced, with a warning. The index of a head is not kept;
+    the index file of the whole file, if there is one, tells `total_rows`.
     """
 
     def parsed(value: JsonObject) -> RecordIndex:
@@ -359,7 +359,7 @@ def read_head(file: FileRef, num_bytes: int, plain: PlainBytes | None = None) ->
     """Returns the first plain bytes of a file, fewer if it is shorter.
 
     Raises:
-        SourceError: The file holds none, or is not text.
+        SourceError: The file is empty, or is not text.
     """
     head = (plain or PlainBytes()).fetch(file, 0, num_bytes)
     if not head:
@@ -372,7 +372,7 @@ def read_head(file: FileRef, num_bytes: int, plain: PlainBytes | None = None) ->
 
 
 def frozen(data: bytes | UInt8) -> UInt8:
-    """Returns a read-only UInt8 view, the one array type that scanners.py is compiled for."""
+    """Returns a read-only UInt8 view, the only array type that scanners.py is compiled for."""
     view = data.view() if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     view.flags.writeable = False
     return view

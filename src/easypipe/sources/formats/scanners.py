@@ -1,9 +1,9 @@
 # ruff: noqa: SIM109 - kernels spell out what numba compiles best
-"""Numba byte scanners: where lines, JSON objects (how deep), CSV records and documents end.
+"""Numba byte scanners: where lines, JSON objects (and how deep), CSV records and documents end.
 
 `data` is always a read-only UInt8 array (records.frozen), so that every kernel is compiled once. A
 splitter fills `starts` and `ends` (Int64, as many as they hold), and returns (records, bytes
-consumed, status); it begins at the start of a record and, unless `final`, leaves a record that
+consumed, status). It begins at the start of a record. Unless `final`, it leaves a record that
 `data` does not hold whole for the next call.
 """
 
@@ -69,7 +69,7 @@ def split_lines(data, final, starts, ends):
 
 @jit
 def split_paragraphs(data, final, starts, ends):
-    """Splits runs of lines that are not blank, without the line break behind the last one."""
+    """Splits runs of lines that are not blank, without the line break after the last one."""
     n, count, consumed, i = len(data), 0, 0, 0
     start, end = -1, -1  # of the open paragraph; -1 if none is open
     while i < n and count < len(starts):
@@ -111,7 +111,7 @@ def split_elements(data, final, starts, ends):
         if data[i] == 93:  # ]
             return count, i + 1, CLOSED
         start = i
-        opening = data[i] == 91  # only at the first element; "," or "]" stands behind the others
+        opening = data[i] == 91  # only at the first element; "," or "]" precedes the others
         i += 1
         i = skip_space(data, i, n)
         if opening and i < n and data[i] == 93:
@@ -153,7 +153,7 @@ def split_elements(data, final, starts, ends):
 def split_csv(delimiter, data, final, starts, ends):
     """Splits records of delimited text.
 
-    A quote counts only at the start of a field; inside the field "" stands for one quote.
+    A quote counts only at the start of a field; inside the field "" means one quote.
     """
     n, count, start, i = len(data), 0, 0, 0
     while count < len(starts) and start < n:
@@ -202,7 +202,7 @@ def split_csv(delimiter, data, final, starts, ends):
 
 @jit
 def flag_blank(data, starts, ends, flags):
-    """Flags each record GOOD, or BLANK if it is white space only."""
+    """Flags each record GOOD, or BLANK if it is only white space."""
     for r in range(len(starts)):
         i, end = starts[r], ends[r]
         i = skip_space(data, i, end)
@@ -241,7 +241,7 @@ def flag_objects(data, starts, ends, flags):
 def gather(data, starts, ends, flags, out):
     """Copies the GOOD records to `out`, each followed by "\\n"; line breaks within become spaces.
 
-    Such line breaks stand between JSON tokens.
+    Such line breaks are between JSON tokens.
 
     Returns:
         The bytes written.
@@ -314,7 +314,7 @@ def skip_space(data, i, end):
 
 @jit
 def skip_string(data, words, i, end):
-    """Goes from behind the opening quote of a string to behind the closing one.
+    """Goes from after the opening quote of a string to after the closing one.
 
     Returns:
         -1 if it does not end, or if it holds a control character.
@@ -343,7 +343,7 @@ def skip_string(data, words, i, end):
 
 @jit
 def skip_nested(data, words, i, end):
-    """Goes from an opening bracket to behind the closing one.
+    """Goes from an opening bracket to after the closing one.
 
     Returns:
         -1 if it does not close or goes deeper than MAX_DEPTH.

@@ -1,10 +1,10 @@
 """Plain bytes of text files by range, decompressed (gzip, bzip2, zstandard), and their damage.
 
 Offsets here are always *plain* offsets: positions in the decompressed bytes. A compressed file is
-decompressed forward, by one thread at a time, and what came out last is kept for its neighbours. It
-can be entered at its start, or where a new gzip member, bzip2 stream or zstd frame begins (its
-restarts; BGZF, pbzip2 and multi-frame zst have many). What a fetch returns never depends on that.
-Of remote files that are not compressed, what the index read is kept until the rows are read.
+decompressed forward, by one thread at a time, and the latest output is kept for neighbouring reads.
+Decompression can begin at the start, or where a new gzip member, bzip2 stream or zstd frame begins
+(its restarts; BGZF, pbzip2 and multi-frame zst have many). The result of a fetch never depends on
+that. For uncompressed remote files, what the index read is kept until the rows are read.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from easypipe.sources.refs import FileRef, compression_of, reading
 log = logging.getLogger("easypipe")
 
 INPUT_BYTES = 1 << 17  # compressed bytes taken at a time
-OUTPUT_BYTES = 1 << 20  # decompressed bytes handed on at a time
+OUTPUT_BYTES = 1 << 20  # decompressed bytes returned at a time
 BLOCK_BYTES = 1 << 20  # plain bytes of a compressed or remote file that are kept together
 KEPT_BLOCKS = 128  # how many blocks of all such files of a source are kept
-KEPT_FILES = 32  # how many compressed files are kept open, so that reading can go on
-RESTART_BYTES = 1 << 20  # remembered restarts are at least so many plain bytes apart
+KEPT_FILES = 32  # how many compressed files are kept open, so that reading can continue
+RESTART_BYTES = 1 << 20  # kept restarts are at least this many plain bytes apart
 MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh"}
 # what follows the compression level: the first block, or the end of a stream without one
 BZ2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
@@ -89,12 +89,12 @@ def check_compression(file: FileRef, first: bytes) -> None:
 
 
 class PlainBytes:
-    """The plain bytes of the files of one source. It is thread safe.
+    """The plain bytes of the files of one source. It is thread-safe.
 
     Args:
-        forward: Whether files are read forward, without an index that was made before: nothing of
-            plain files is kept, and a warning tells of a file that has to be decompressed from its
-            start to get to its middle.
+        forward: Whether files are read forward, without an index that was made before. Then no
+            bytes of plain files are kept, and a warning names a file that has to be decompressed
+            from its start to reach its middle.
     """
 
     def __init__(self, *, forward: bool = False) -> None:
@@ -112,14 +112,14 @@ class PlainBytes:
         *,
         once: bool = False,
     ) -> bytes:
-        """Returns plain bytes [start, stop), as many of them as there are.
+        """Returns plain bytes [start, stop), fewer at the end.
 
         Args:
             file: The file.
             start: The first plain byte.
-            stop: The plain byte behind the last one.
+            stop: The plain byte after the last one.
             restarts: Restarts of the file that are known from its index.
-            once: Whether these bytes of a remote file need not be kept from here on.
+            once: Whether these bytes of a remote file need not be kept after this call.
         """
         if compression_of(file.path) is None:
             stop = min(stop, file.num_bytes)
@@ -147,7 +147,7 @@ class PlainBytes:
     def held(self, file: FileRef, start: int, stop: int) -> AbstractContextManager[None]:
         """Returns a block in which these plain bytes of a remote file are fetched already.
 
-        Those of compressed files are not: they come out of what stands in front of them.
+        Bytes of compressed files are not, because decompression needs the bytes before them.
         """
         stop = min(stop, file.num_bytes)
         packed = compression_of(file.path) is not None
@@ -156,7 +156,7 @@ class PlainBytes:
         return held(file, start, stop)
 
     def ends(self, file: FileRef, position: int) -> bool:
-        """Returns whether there is no plain byte at `position` or behind it."""
+        """Returns whether there is no plain byte at `position` or after it."""
         if compression_of(file.path) is None:
             return position >= file.num_bytes
         return not self.fetch(file, position, position + 1)
@@ -174,7 +174,7 @@ class PlainBytes:
     def _kept_of(self, file: FileRef, start: int, stop: int, once: bool) -> bytes | None:
         """Returns bytes of a remote file that were kept; None if some of them were not.
 
-        With `once`, blocks that are read whole are forgotten.
+        With `once`, blocks that are read completely are forgotten.
         """
         first = start // BLOCK_BYTES
         with self._lock:
@@ -189,9 +189,9 @@ class PlainBytes:
         return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
     def _keep(self, file: FileRef, start: int, data: bytes) -> bytes:
-        """Returns `data` of a remote file, of which it keeps the whole blocks.
+        """Returns `data` of a remote file, and keeps its whole blocks.
 
-        A dataset that is small is thus fetched once, for its index and its rows.
+        So a small dataset is fetched once, for both its index and its rows.
         """
         stop = start + len(data)
         end = -(-stop // BLOCK_BYTES) if stop == file.num_bytes else stop // BLOCK_BYTES
@@ -237,7 +237,7 @@ class _Unpacking:
 
     Attributes:
         restarts: The restarts that are known, the start first.
-        block: The number of the block that comes next; None if reading has to enter the file first.
+        block: The number of the block that comes next; None if reading has to begin at a restart.
         end: How many blocks there are, once that is known.
     """
 
@@ -252,7 +252,7 @@ class _Unpacking:
         self._engine: Any = None  # the decompressor; None between members
 
     def enter(self, number: int, tells: bool) -> None:
-        """Goes to the last restart before a block, unless reading is between the two already."""
+        """Goes to the last restart before a block, unless reading is already between the two."""
         target = number * BLOCK_BYTES
         restart = self.restarts[bisect.bisect(self.restarts, (target, sys.maxsize)) - 1]
         first = -(-restart.plain // BLOCK_BYTES)
@@ -281,7 +281,7 @@ class _Unpacking:
     def next_block(self) -> tuple[int, bytes]:
         """Returns the number of the next block and its BLOCK_BYTES bytes, fewer at the end."""
         assert self.block is not None
-        here, self.block = self.block, None  # if this fails, the next call enters the file anew
+        here, self.block = self.block, None  # if this fails, the next call begins at a restart
         data = self._take(BLOCK_BYTES)
         if len(data) == BLOCK_BYTES:
             self.block = here + 1
@@ -342,11 +342,11 @@ class _Unpacking:
         return True
 
     def _held(self) -> bool:
-        """Returns whether the decompressor holds input of its own to go on with."""
+        """Returns whether the decompressor still holds input."""
         return self._kind == "bz2" and self._engine is not None and not self._engine.needs_input
 
     def _decompress(self) -> bytes:
-        """Decompresses some of the input; b"" if it needs more to go on."""
+        """Decompresses some of the input; b"" if it needs more."""
         engine, given = self._engine, self._rest
         try:
             if self._kind == "gz":

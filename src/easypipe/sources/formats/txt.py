@@ -33,8 +33,8 @@ TextUnit = Literal["line", "paragraph", "file"]
 class TextShardedSource(RecordSource):
     """The rows of text files, in the column `text`.
 
-    Other options are those of FileSource. Reasons of rejects: blank_line (benign; lines of white
-    space only), invalid_utf8.
+    Other options are those of FileSource. Reasons of rejects: blank_line (benign; lines of only
+    white space), invalid_utf8.
 
     Args:
         text_unit: What a row is: a `line`, without its line break; a `paragraph`, the lines between
@@ -79,7 +79,7 @@ _SPLITS: dict[str, Any] = {"line": split_lines, "paragraph": split_paragraphs, "
 
 
 def _whole(piece: Records, fields: pa.Schema) -> Rows:
-    """Returns texts as they are, also those of white space alone."""
+    """Returns texts unchanged, including blank ones."""
     return _gathered(piece, np.full(len(piece.starts), GOOD, np.uint8))
 
 

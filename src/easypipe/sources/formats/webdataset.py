@@ -1,4 +1,4 @@
-"""WebDataset tars, plain or compressed: members of one name, up to its first dot, are a row."""
+"""WebDataset tars, plain or compressed: members with one name, up to its first dot, are a row."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WebDatasetShardedSource(FileSource):
 
     Options are those of FileSource. Text (txt, text, transcript), integers (cls, cls2, index, inx,
     id), JSON (json, jsn) and arrays of one dimension (npy) have their types; all others are bytes.
-    A row without a member has null. Reasons of rejects: unparsable, invalid_utf8.
+    A row without a member has a null there. Reasons of rejects: unparsable, invalid_utf8.
     """
 
     kind = "webdataset"
@@ -111,8 +111,8 @@ class WebDatasetShardedSource(FileSource):
         """Reads the headers of a tar.
 
         Returns:
-            The keys of the rows; (row, column, begin, end) of each member; whether the mark of the
-            end is there.
+            The keys of the rows; (row, column, begin, end) of each member; whether the end mark is
+            there.
         """
         keys: list[str] = []
         members: list[tuple[int, str, int, int]] = []

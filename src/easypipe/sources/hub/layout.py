@@ -47,7 +47,8 @@ def choose_files(
         converted: Whether the layout is the Hub's own, `subset/split/0000.parquet`.
 
     Raises:
-        MissingFileError: A pattern, subset or split names no file; the error lists those there are.
+        MissingFileError: A pattern, subset or split matches no file; the error lists those that
+            exist.
     """
     data = _data_files(names, at)
     if pattern is not None:
@@ -105,7 +106,7 @@ def _splits(
 
 
 def _configs(card: Json) -> dict[str, Json]:
-    """Returns what the card says about each subset that it gives files."""
+    """Returns what the card says about each subset for which it lists files."""
     configs = {
         str(entry.get("config_name", "default")): entry
         for entry in card.get("configs") or ()
@@ -119,7 +120,7 @@ def _configs(card: Json) -> dict[str, Json]:
 
 
 def _from_card(data: list[str], card: Json, subset: str | None, at: str) -> dict[str, list[str]]:
-    """Returns the files of a subset by split, as the card names them, else by file names."""
+    """Returns the files of a subset by split, as the card lists them, or by file names."""
     configs = _configs(card)
     if not configs:
         if subset is None or subset == "default":
@@ -169,12 +170,12 @@ def _from_folders(data: list[str], subset: str | None, at: str) -> dict[str, lis
 
 
 def _known_subset(subset: str | None, chosen: str | None, have: Collection[str], at: str) -> str:
-    """Returns the chosen subset if it exists, else raises MissingFileError.
+    """Returns the chosen subset if it exists, or raises MissingFileError.
 
     Args:
         subset: The subset that was asked for.
         chosen: The subset that was chosen.
-        have: The subsets there are.
+        have: The subsets that exist.
         at: The dataset, for errors.
     """
     problem = f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
@@ -183,7 +184,7 @@ def _known_subset(subset: str | None, chosen: str | None, have: Collection[str],
 
 
 def _by_names(data: list[str]) -> dict[str, list[str]]:
-    """Returns the files by split, named by `split-00000-of-00004.parquet` or words in paths.
+    """Returns the files by split, found by `split-00000-of-00004.parquet` or words in paths.
 
     If no path names a split, all files are `train`.
     """
@@ -197,7 +198,7 @@ def _by_names(data: list[str]) -> dict[str, list[str]]:
 
 
 def split_word(name: str) -> str | None:
-    """Returns the split that a path's folders and file name mention; None if there is none."""
+    """Returns the split that a path's folders and file name mention, or None."""
     parts = set(re.split(r"[/._\s-]+|(?<=[a-z])(?=\d)", name.lower()))
     return next((split for split, words in KEYWORDS.items() if parts & set(words)), None)
 

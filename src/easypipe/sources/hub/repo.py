@@ -1,6 +1,6 @@
 """A dataset repository on the Hub: its files at a commit, its errors, and whether it is downloaded.
 
-Failures are explained: what is gated, private, or does not exist.
+Failures are explained: a dataset is gated, private, or does not exist.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from easypipe.sources.refs import FileRef, format_of
 T = TypeVar("T")
 log = logging.getLogger("easypipe")
 
-# where the Hub keeps its own parquet copy of datasets that came in another form
+# where the Hub keeps its own parquet copy of datasets in other formats
 CONVERTED = "refs/convert/parquet"
 BY_RANGES = ("parquet", "arrow")
 
@@ -53,7 +53,7 @@ class HubRepo:
             is trusted) and `endpoint` (None: HF_ENDPOINT).
 
     Raises:
-        ConfigError: storage_options have other keys.
+        ConfigError: storage_options has other keys.
     """
 
     def __init__(self, repo: str, storage_options: StorageOptions = None) -> None:
@@ -79,7 +79,7 @@ class HubRepo:
         None takes main, or the Hub's parquet copy if main has no data files.
 
         Raises:
-            MissingFileError: There is no such dataset or revision.
+            MissingFileError: The dataset or revision does not exist.
             SourceError: It is gated, or the Hub cannot be asked.
         """
         found = self._info(revision)
@@ -116,10 +116,10 @@ class HubRepo:
         )
 
     def ready(self, file: FileRef, commit: str, *, whole: bool) -> FileRef:
-        """Returns the file as it is to be read.
+        """Returns the file in the form in which it is read.
 
-        That is the copy in the cache of the Hub's client if there is one, else the file itself, by
-        ranges.
+        That is the copy in the cache of the Hub's client if there is one, otherwise the file
+        itself, by ranges.
 
         Args:
             file: What `file` returned.
@@ -127,7 +127,7 @@ class HubRepo:
             whole: Downloads the file into that cache first.
 
         Raises:
-            SourceError: The Hub refuses it, or the cached copy has another size.
+            SourceError: The Hub refuses the download, or the cached copy has another size.
         """
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, try_to_load_from_cache
 
@@ -135,7 +135,7 @@ class HubRepo:
         cached = try_to_load_from_cache(self.repo, inside, revision=commit, repo_type="dataset")
         if not isinstance(cached, str):
             if not whole:
-                # asked for once here, because the Hub's client can tell why it is refused
+                # requested once here, because the Hub's client can tell why it is refused
                 url = file.address
                 self._call(
                     lambda: get_hf_file_metadata(url, token=self._token, endpoint=self._endpoint)
@@ -184,10 +184,10 @@ class HubRepo:
         )
 
     def _call(self, call: Callable[[], T], revision: str | None = None) -> T:
-        """Returns `call()`, tried again if it fails for a passing reason.
+        """Returns `call()`, retried after transient failures.
 
         Raises:
-            MissingFileError: The Hub has no such dataset or revision.
+            MissingFileError: The Hub does not have the dataset or revision.
             SourceError: The dataset is gated, or the Hub cannot be asked.
         """
         from huggingface_hub import errors
@@ -226,7 +226,7 @@ class HubRepo:
 
 
 def _require_someone_there(endpoint: str, at: str) -> None:
-    """Raises SourceError within seconds if no connection to the Hub comes about."""
+    """Raises SourceError within seconds if the Hub cannot be reached."""
     why = hub_unreachable(endpoint)
     if why is not None:
         proxy = ", or https_proxy" if why.startswith("the proxy") else ""

@@ -1,9 +1,9 @@
 """HuggingFaceShardedSource: a Hub dataset, by its `hf://` name, as plain files at one commit.
 
 The revision is resolved to a commit when the source is made. Parquet and Arrow files are read by
-ranges, so that only the columns and rows that are asked for travel; other formats are needed whole,
-and are downloaded once into the Hub client's own cache. A file that is in that cache is read there,
-whatever its format.
+ranges, so that only the columns and rows that are asked for are transferred. Other formats are
+needed whole, and are downloaded once into the Hub client's own cache. A file that is in that cache
+is read there, whatever its format.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DOWNLOADS = 8  # how many files are downloaded at a time
 
 
 class HubName(NamedTuple):
-    """`hf://datasets/owner/name@revision/pattern`, taken apart."""
+    """The parts of `hf://datasets/owner/name@revision/pattern`."""
 
     repo: str
     revision: str | None
@@ -43,10 +43,10 @@ class HubName(NamedTuple):
 
 
 def parse_hub_name(text: str) -> HubName:
-    """Takes `owner/name` or `hf://datasets/owner/name[@revision][/pattern]` apart.
+    """Parses `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`.
 
     Raises:
-        ConfigError: It is anything else.
+        ConfigError: The text is anything else.
     """
     rest = text.removeprefix("hf://")
     if rest != text:
@@ -80,10 +80,10 @@ class HuggingFaceShardedSource(Source):
 
     Args:
         dataset: `owner/name`, or `hf://datasets/owner/name[@revision][/pattern]`.
-        split: None takes `train`; there is no split with a pattern.
-        subset: A configuration that the dataset's card or folders name; None takes the default.
+        split: None takes `train`; with a pattern there is no split.
+        subset: A configuration in the dataset's card or folders; None takes the default.
         revision: Branch, tag or commit; None takes main.
-        num_rows: The most rows that are read; files behind them are not opened.
+        num_rows: The most rows that are read; files after them are not opened.
         text_unit: As in TextShardedSource.
         options: Those of FileSource. `storage_options` may have `token` (None: HF_TOKEN, or the
             login of the Hub's client) and `endpoint` (None: HF_ENDPOINT).
@@ -186,9 +186,9 @@ class HuggingFaceShardedSource(Source):
         )
 
     def shard_identity(self, shard: int) -> str:
-        """Returns a digest of the file's content and its reading.
+        """Returns a digest of the file's content and of how it is read.
 
-        A new commit that leaves a file as it is leaves its tokens as they are.
+        If a new commit leaves a file unchanged, its tokens stay valid.
         """
         return self._open().shard_identity(shard)
 
@@ -207,7 +207,7 @@ class HuggingFaceShardedSource(Source):
         return self._open().raw(shard, row)
 
     def _open(self) -> FileSource:
-        """Returns the source of the files that are needed, downloading them if need be."""
+        """Returns the source of the files that are needed, downloading them if necessary."""
         with self._lock:
             if self._rows is None:
                 get = partial(self._hub.ready, commit=self.commit, whole=self.kind not in BY_RANGES)

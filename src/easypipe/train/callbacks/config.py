@@ -13,7 +13,7 @@ Mode = Literal["min", "max"]
 
 @config
 class EarlyStoppingConfig:
-    """Stops the run if `metric` did not improve for `patience` of its values in succession.
+    """Stops the run if `metric` has not improved for `patience` of its values in succession.
 
     The last step is saved, and the run has ended: starting it again does nothing, unless
     `train.resume_changes: [ended]` lets it continue.
@@ -36,8 +36,8 @@ class EarlyStoppingConfig:
 class BestConfig:
     """Keeps the checkpoints of the evaluations that are among the `keep` best so far.
 
-    They are kept beside those that `checkpoint.keep` keeps. best.json in the output folder lists
-    them, the best first.
+    They are kept in addition to those that `checkpoint.keep` keeps. best.json in the output folder
+    lists them, the best first.
     """
 
     metric: str  # a metric of held-out data, such as eval.held_out.loss
@@ -147,7 +147,7 @@ class HeartbeatConfig:
 
 @config
 class LmEvalConfig:
-    """Scores of tasks of lm-eval, the Language Model Evaluation Harness.
+    """The tasks of lm-eval, the Language Model Evaluation Harness, that score the model.
 
     As a callback it runs the tasks at every checkpoint, on one host, and writes a line with `step`
     and `results` to lm_eval.jsonl in the output folder. Needs the extra [eval].
@@ -173,9 +173,9 @@ class LmEvalConfig:
 
 @config
 class SamplesConfig:
-    """Texts by the model while it is trained: continued `prompts`, and answers to conversations.
+    """Texts that the model writes during training: continued `prompts`, and answers.
 
-    Conversations are answered by the chat template of the run.
+    Conversations are answered through the chat template of the run.
 
     Texts are generated every `every` steps and after the last one, on one host, and written to
     samples.jsonl in the output folder, which `easypipe report` shows.

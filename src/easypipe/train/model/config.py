@@ -13,11 +13,11 @@ from easypipe.core.config import ListOf, check_at_least, check_number, config, w
 from easypipe.core.errors import ConfigError, require
 
 AttentionBackend = Literal["xla", "splash", "triton"]
-# Head widths: Triton's blocks are powers of two, and its products no smaller than 16.
+# Head widths: Triton's blocks are powers of two, and its products need at least 16.
 TRITON_WIDTHS = (16, 32, 64, 128, 256)
 
 
-# Beyond these the compiler gives up without an error, or describing the layers takes hours.
+# With larger sizes the compiler gives up without an error, or describing the layers takes hours.
 _LARGEST = {"vocab_size": 1 << 31, "num_layers": 10_000}  # others: 2^20
 _SIZES = (
     "vocab_size",
@@ -108,7 +108,7 @@ class ModelConfig:
     # compile one layer and run it num_layers times; False compiles each one, which is slower to
     # compile and faster on CPUs
     scan_layers: bool = True
-    # scaling of the layers that use rope_theta; None scales none
+    # scaling of the layers that use rope_theta; None does not scale
     rope_scaling: RopeScaling | None = None
     # base of the rotary positions in layers with a window; None takes rope_theta
     local_rope_theta: float | None = None
@@ -210,7 +210,7 @@ class ModelConfig:
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """For each layer whether it has the window."""
+        """Whether each layer has the window."""
         every = self.global_every
         return tuple(
             self.sliding_window is not None and (every is None or (i + 1) % every != 0)
@@ -222,7 +222,7 @@ class ModelConfig:
         """vocab_size, which must be known by now.
 
         Raises:
-            ConfigError: It is not.
+            ConfigError: It is not known.
         """
         if self.vocab_size is None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Options of the optimizer and its schedule, by parameter group too; defaults, and what conflicts.
+"""Options of the optimizer, its schedule and parameter groups; their defaults and conflicts.
 
 This file imports no jax; optimizers.py makes the optimizers.
 """
@@ -96,8 +96,8 @@ class ParameterGroup:
     """Parameters with training options of their own.
 
     A parameter belongs to the first group whose `match` fits its name. `match` is a shell pattern
-    (`*` and `?`) over dotted names such as `layers.query.kernel`; a group that fits none is
-    refused.
+    (`*` and `?`) over dotted names such as `layers.query.kernel`; a group that matches no parameter
+    is refused.
     """
 
     match: str  # a shell pattern over dotted names, such as "layers.query.*"
@@ -123,8 +123,8 @@ class OptimizerConfig:
     name: OptimizerName = "adamw"  # the optimizer
     # the peak of the schedule; for prodigy, a factor on the rate that it finds
     learning_rate: float | None = None
-    # how the rate changes after the warm-up; None means cosine (for schedule_free, which has no
-    # other, constant)
+    # how the rate changes after the warm-up; None means cosine, or constant for schedule_free,
+    # which has no other
     schedule: ScheduleName | None = None
     # steps of the warm-up. Step k of them (from 0) has the rate learning_rate * (k + 1) /
     # (warmup_steps + 1)
@@ -157,7 +157,7 @@ class OptimizerConfig:
     # for soap, the longest side of a matrix that is rotated
     max_precondition_dim: int | None = None
     # the largest norm of the gradient, over all parameters together; a larger gradient is scaled
-    # down to it. None never scales
+    # down to it. None does not scale
     clip_norm: float | None = 1.0
     # evaluate, save and export a running average of the weights, whose decay at step k (from 0) is
     # min(ema_decay, (1 + k) / (10 + k)); None uses the weights themselves
@@ -273,7 +273,7 @@ class OptimizerConfig:
         return {name: value if given[name] is None else given[name] for name, value in own}
 
     def resolved(self) -> JsonObject:
-        """Returns everything that this optimizer uses, by which checkpoints are compared."""
+        """Returns every setting that this optimizer uses; resuming compares them."""
         schedule = self.chosen_schedule
         own: JsonObject = {
             "name": self.name,
@@ -300,10 +300,10 @@ def cooldown_steps(config: OptimizerConfig, steps: int) -> int:
 
 
 def check_warmup(optimizer: OptimizerConfig, steps: int) -> None:
-    """Checks that warm-up and cool-down leave a step between them.
+    """Checks that warm-up and cool-down leave at least one step between them.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: They leave none.
     """
     cooling = cooldown_steps(optimizer, steps)
     cool = f" and {cooling} of cool-down" if cooling else ""

@@ -109,7 +109,7 @@ class MeshConfig:
 
     @property
     def rules(self) -> dict[str, Axes]:
-        """RULES, with those of axis_rules in their place."""
+        """RULES, overridden by axis_rules."""
         return {**RULES, **self.axis_rules}
 
     def _check_rules(self) -> None:
@@ -149,7 +149,7 @@ class DistributedConfig:
     # number of this process, from 0; process 0 writes the files of the run
     process_id: int | None = None
     timeout: int = 300  # seconds within which all processes must have connected
-    # seconds without a sign after which a process counts as lost, and the others end
+    # a process that is silent for this many seconds counts as lost, and the others end
     heartbeat: int = 100
 
     def check(self) -> None:

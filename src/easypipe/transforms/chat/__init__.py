@@ -1,1 +1,1 @@
-"""Conversations: writes them as text by chat templates, and finds what is trained."""
+"""Conversations: writes them as text by chat templates, and finds their trained spans."""

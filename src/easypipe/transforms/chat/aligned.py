@@ -1,4 +1,4 @@
-"""Aligned: a conversation beside one with other words, or with a next message added; its borders.
+"""Aligned: a conversation compared with one with other words, or one more message; its borders.
 
 In this file:
     gap: What the template writes between two texts.
@@ -27,7 +27,7 @@ from easypipe.transforms.chat.stops import OPENED_THOUGHT, Turns, num_shared
 if TYPE_CHECKING:
     from easypipe.core.values import JsonValue
 
-MOST_ENDS = 1000  # so many ends of tool calls are remembered
+MOST_ENDS = 1000  # the most ends of tool calls that are remembered
 # a thought without a word in it
 _THOUGHT = r"(?:<(think|thinking|thought|reasoning)>\s*</\1>|\[THINK\]\s*\[/THINK\])\s*"
 _EMPTY_THOUGHT, _ENDS_IN_EMPTY_THOUGHT = re.compile(rf"\s*{_THOUGHT}"), re.compile(rf"{_THOUGHT}\Z")
@@ -35,10 +35,10 @@ _HALF_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 
 
 class Aligned:
-    """A conversation as it was written, beside one with sentinels in place of its texts.
+    """A conversation as it was written, compared with one whose texts are replaced by sentinels.
 
     Args:
-        known: What ends and begins turns.
+        known: What ends and begins the turns of the template.
         text: The text of the conversation.
         others: The messages that are replaced besides the assistant's.
         empty_thoughts: As in Spans.
@@ -92,7 +92,7 @@ class Aligned:
     def spans(self, trained: list[int], ended: list[int]) -> list[tuple[int, int]]:
         """Returns the spans of the turns `trained`, from what the model writes first to the stop.
 
-        The stop must be known only of the turns `ended`.
+        The stop must be known only for the turns `ended`.
 
         Raises:
             UnprovenError: A span cannot be known.
@@ -110,7 +110,7 @@ class Aligned:
         Args:
             spans: The trained spans.
             partly: For some messages, the trained characters of what they say. What ends the turn
-                stays trained.
+                is still trained on.
         """
         found: list[tuple[int, int]] = []
         for start, stop in spans:
@@ -149,7 +149,7 @@ class Aligned:
         return found
 
     def _answer(self, n: int) -> int:
-        """Returns where the model begins to answer after it has thought.
+        """Returns where the model begins to answer after its reasoning.
 
         This is before place n, with as much of the text before it as is also there without the
         reasoning.
@@ -204,7 +204,7 @@ class Aligned:
                 end = 0
             if end is None:
                 continue
-            if not alone:  # what opens another's words ends no turn
+            if not alone:  # what opens another's words does not end a turn
                 end = len(self._known.opened.sub("", after[:end]))
             end += self._handed_over(after, end, i, behind)
             start = before + (self._lead(gap) if alone else self._header(gap, i, first))
@@ -217,7 +217,7 @@ class Aligned:
     def _others(self, i: int, first: int) -> tuple[int, int]:
         """Returns the span of message i, which is not the assistant's.
 
-        It includes what follows, where that is what ends the assistant's turns.
+        It includes what follows, if that is what ends the assistant's turns.
         """
         behind, known = self._behind(i, first)[-1], self._known.stops
         start, stop = self._places[first].start, self._places[behind - 1].stop
@@ -229,10 +229,10 @@ class Aligned:
         return start, stop
 
     def _behind(self, i: int, first: int) -> Sequence[int]:
-        """Returns the places behind which the turn of message i may end, the likeliest first.
+        """Returns the places after which the turn of message i may end, the likeliest first.
 
         The turn must be in one piece from `first` on. A template may name a function again: in the
-        call itself, or where it prints what that returned, when the turn has ended.
+        call itself, or, when the turn has ended, with what the function returned.
 
         Raises:
             UnprovenError: The turn is not in one piece, or its text is printed again.
@@ -274,10 +274,10 @@ class Aligned:
         return self._known.stops.last if self._is_last(i) else self._known.stops.middle
 
     def _plain_end(self, gap: str, i: int, *, plain: bool) -> int | None:
-        """Returns how much of the gap behind the last text of message i ends its turn.
+        """Returns how much of the gap after the last text of message i ends its turn.
 
-        This includes the stop. None where it cannot be read off the gap. `plain` says that the
-        message is words alone.
+        This includes the stop. The result is None if it cannot be read off the gap. `plain` says
+        that the message consists only of words.
         """
         last, stop, space = self._is_last(i), self._stop(i), len(gap) - len(gap.lstrip())
         if stop is not None and gap.startswith(stop):
@@ -287,26 +287,26 @@ class Aligned:
         if last and not gap.strip():
             return 0  # the EOS token will end it
         if last and plain and (found := self._known.closer.fullmatch(gap.rstrip())):
-            return found.end()  # a special token with nothing behind it
+            return found.end()  # a special token with nothing after it
         return None
 
     def _end_of_call(
         self, gap: str, i: int, run: Sequence[Place], follows: Sequence[int]
     ) -> int | None:
-        """Returns how much of the gap ends a turn that is not words alone.
+        """Returns how much of the gap ends a turn that has more than words.
 
-        It is what is there whether or not something follows.
+        This is the part that is there whether or not something follows.
 
         Args:
-            gap: The text behind the turn's last text.
+            gap: The text after the turn's last text.
             i: The number of the message.
             run: The places of its texts.
-            follows: The message that the text behind the gap belongs to.
+            follows: The message that the text after the gap belongs to.
         """
         known, last, stop = self._known, self._is_last(i), self._stop(i) or ""
         inside = gap.find(stop.strip()) if stop and (last or list(follows) == [i + 1]) else -1
         whole = gap[: inside + len(stop.strip())] if inside >= 0 else ""
-        # a special token, before which there is none that could have opened another turn
+        # a special token; none before it could have opened another turn
         before = known.closing.sub("", whole[:inside]) if whole else ""
         if (last, whole) in known.known_ends or (
             known.token.search(whole) is not None and known.token.search(before) is None
@@ -316,7 +316,7 @@ class Aligned:
         if other is None:  # a template may refuse half a conversation
             return None
         if not whole and (closing := known.token.findall(stop)[-1:]):
-            # A call is closed otherwise than words are, and then with the same token.
+            # The end of a call differs from the end of words, but then the same token follows.
             whole = gap[: gap.find(closing[0]) + len(closing[0])] if closing[0] in gap else ""
         if whole and other.startswith(whole):
             if len(known.known_ends) < MOST_ENDS:
@@ -331,16 +331,16 @@ class Aligned:
         return len(end) if closed or (last and known.stops.last is None) else None
 
     def _handed_over(self, gap: str, end: int, i: int, behind: int) -> int:
-        """Returns how much more the model writes of the gap behind message i, whose turn is over.
+        """Returns how much more of the gap the model writes after message i, whose turn is over.
 
-        It is the token that opens the next message, where the model stops by writing that: because
-        it is one of the model's end tokens, or, behind a call of tools, because the template ends
+        It is the token that opens the next message, if the model stops by writing it. It does so if
+        the token is one of its end tokens. It also does so after a tool call, if the template ends
         the assistant's turns with nothing.
 
         Args:
-            gap: The text behind the turn's last text.
+            gap: The text after the turn's last text.
             end: How much of it ends the turn.
-            behind: The number of the first place behind the turn.
+            behind: The number of the first place after the turn.
         """
         known, found = self._known, self._known.closer.match(gap, end)
         if found is None:
@@ -359,8 +359,8 @@ class Aligned:
     def _other_gap(self, i: int, said: Sequence[str]) -> str | None:
         """Returns what follows the last word of message i if nothing follows the message.
 
-        For the last message, it is what follows if something does. None where the template refuses
-        that.
+        For the last message, it is what follows if something does. The result is None if the
+        template refuses that.
         """
         other = list(self._changed[: i + 1])
         if self._is_last(i):

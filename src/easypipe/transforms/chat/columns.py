@@ -1,6 +1,6 @@
 """Columns of conversations and texts as Python values, whatever Arrow type they have.
 
-Conversations are lists of objects with role and content, or JSON text of that.
+Conversations are lists of objects with role and content, or JSON text of such lists.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def is_text(kind: pa.DataType) -> bool:
 def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Json]:
     """Returns the Python values of a column.
 
-    Structs have no keys that Arrow filled with nulls, except those in `keep` of the outermost.
+    Keys that Arrow filled with nulls are left out of structs, except those in `keep` of the
+    outermost.
     """
     return [value_of(value, keep=keep) for value in plain_of(column)]
 
@@ -61,7 +62,7 @@ def decoded_of(column: pa.Array) -> list[Json]:
 
 
 def strings_of(column: pa.Array) -> list[Json]:
-    """Returns texts, None for null, and bytes for what is not UTF-8."""
+    """Returns texts, None for null, and bytes for texts that are not UTF-8."""
     if pa.types.is_null(column.type):
         return [None] * len(column)
     try:

@@ -1,4 +1,4 @@
-"""Reads conversations (OpenAI's or ShareGPT's keys) from columns and files; what is wrong in them.
+"""Reads conversations (keys of OpenAI or ShareGPT) from columns and files; what is wrong in them.
 
 JSON in a row is read in the worker process of worker.py, and everything else by its parent.
 """
@@ -17,22 +17,24 @@ from easypipe.transforms.chat.sandbox import Json, Message, texts_within
 from easypipe.transforms.chat.spans import FLAG, RANGES, WEIGHT, flag_of
 
 PART = "text"  # the key under which typed parts hold their text
-# the keys of messages for which rows may have other names
+# the keys of messages for which rows may use other names
 MESSAGE_FIELDS = ("role", "content", PART, "tool_calls", "reasoning_content", FLAG, RANGES, WEIGHT)
 Wrong = tuple[str, str]  # (a word for the ledger, what to say about it)
 
 
 @dataclass(frozen=True)
 class MessageReader:
-    """How rows become what templates see.
+    """How rows become the messages that templates get.
 
     Attributes:
-        roles: ShareGPT's names of who speaks; None where messages have OpenAI's keys.
+        roles: ShareGPT's names of who speaks; None if messages have OpenAI's keys.
         system: The system prompt of conversations that have none.
-        refuse: Strings that no message may hold, since the template writes the special tokens.
-        everything: The `train_on` that trains what anyone says; empty for others.
-        fields: The keys that rows have for those of OpenAI, and for `text` of typed parts.
-        anyone: Whether a message of any role may say of itself that it is trained.
+        refuse: Strings that no message may hold, because the template itself writes these special
+            tokens.
+        everything: The value of `train_on` with which every speaker is trained on; empty for
+            others.
+        fields: The keys that rows use for those of OpenAI, and for `text` of typed parts.
+        anyone: Whether a message of any role may say of itself that it is trained on.
     """
 
     roles: Mapping[str, str] | None = None
@@ -93,7 +95,7 @@ class MessageReader:
         return {"messages": talk, "tools": tools or None}
 
     def wrong_flags(self, talk: Sequence[Message]) -> Wrong | None:
-        """Returns what is wrong with roles and flags of otherwise right messages, or None."""
+        """Returns what is wrong with roles and flags of otherwise valid messages, or None."""
         for i, message in enumerate(talk):
             role = message["role"]
             if isinstance(role, _BadRole):
@@ -110,7 +112,7 @@ class MessageReader:
         return None
 
     def _wrong_flag(self, i: int, message: Message) -> str | None:
-        """Returns what is wrong with what message i says of its training, or None."""
+        """Returns what is wrong with the training flags of message i, or None."""
         flag, weight = message.get(FLAG), message.get(WEIGHT)
         if flag is not None and not isinstance(flag, bool):
             return f"the train flag of message {i} is {flag!r}, not true or false"
@@ -200,7 +202,7 @@ class _BadRole(str):
 
 
 def loaded(text: str | bytes) -> Json:
-    """Returns the value of JSON text; a BadJson where it is none."""
+    """Returns the value of JSON text, or a BadJson if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -250,8 +252,8 @@ def wrong_messages(value: Json) -> Wrong | None:
 def wrong_calls(talk: Sequence[Message], tools: Json) -> str | None:
     """Returns what is wrong with tools and calls of a conversation that a template failed to write.
 
-    Templates may take calls in shapes of their own, so no row is refused only for what is found
-    here.
+    Templates may accept calls in other shapes, so what is found here is never the only reason to
+    refuse a row.
     """
     for i, message in enumerate(talk):
         calls = message.get("tool_calls")
@@ -274,7 +276,7 @@ def cleaned(value: Json, keep: Sequence[str] = ()) -> Json:
     """Returns a value without the keys that Arrow fills with null because other rows have them.
 
     Args:
-        keep: Outermost keys that stay.
+        keep: Outermost keys that are kept.
     """
     if isinstance(value, dict):
         return {
@@ -304,9 +306,9 @@ def _kind(value: Json) -> str:
 def conversations_of(path: Path) -> list[tuple[str, Json]]:
     """Reads the conversations of a file, each with its place.
 
-    A conversation is a list of messages; or an object with `messages` (or `prompt`, as rows of TRL
-    have it) and what else rows have beside them (`tools`, `system`, `chat_template_kwargs`). The
-    file is JSON of one, of a list of them, or has one in each line.
+    A conversation is a list of messages, or an object with `messages` (or `prompt`, as in rows of
+    TRL) and further columns (`tools`, `system`, `chat_template_kwargs`). The file is the JSON of
+    one, of a list of them, or has one in each line.
 
     Raises:
         SourceError: The file is not UTF-8.
@@ -334,6 +336,6 @@ def conversations_of(path: Path) -> list[tuple[str, Json]]:
 
 
 def _is_conversation(value: Json) -> bool:
-    """Whether an item of a list is a conversation, and no message."""
+    """Whether an item of a list is a conversation, and not a message."""
     rows = isinstance(value, dict) and "role" not in value
     return isinstance(value, list) or (rows and not {"messages", "prompt"}.isdisjoint(value))

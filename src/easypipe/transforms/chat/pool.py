@@ -1,4 +1,4 @@
-"""The worker processes that run templates: rows to idle ones, their answers, and how one ended."""
+"""The worker processes that run templates: rows go to idle ones, then answers, or how one ended."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from easypipe.transforms.refused import Refused
 
 BATCH_ROWS = 64  # the most conversations of one request
 BATCH_CHARACTERS = 1 << 20  # the most characters of a request of more than one conversation
-LARGE_CALL = 1000  # for so many conversations, a second worker process is worth its start
+LARGE_CALL = 1000  # a second worker process is worth its start for this many conversations
 WORKER = "easypipe.transforms.chat.worker"
-STALL_SECONDS = 120.0  # wait for an answer of a worker, which may use one second of processor time
+STALL_SECONDS = 120.0  # for an answer of a worker, which may use one second of processor time
 
 
 class Hostile(NamedTuple):
@@ -53,7 +53,7 @@ _Came = list[bytes] | Ended  # the JSON that answers a request, not parsed yet
 class WrittenTalk(NamedTuple):
     """A row whose messages, and tools if it has any, are JSON that a worker process reads.
 
-    This process would only hand the values on.
+    This process would only pass the values on.
     """
 
     messages: str
@@ -64,7 +64,7 @@ Asked = Row | WrittenTalk
 
 
 def _answer(said: Sequence[Json]) -> Answer:
-    """Returns what a worker's JSON says of a row."""
+    """Returns what a worker's JSON says about a row."""
     kinds = {1: Hostile, 2: Refused, 3: Rendered}
     return kinds[len(said)](*said)
 
@@ -91,11 +91,11 @@ def _requests(rows: Sequence[Asked]) -> Iterator[list[list[str]]]:
 def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Answer]]:
     """Yields answers to all rows, request by request, until a row ends a worker.
 
-    While answers are read, other workers have the next requests, as far as there are more workers
-    than threads that ask.
+    While answers are read, other workers have the next requests, if there are more workers than
+    threads that ask.
 
     Args:
-        spec: What the rows are written with, see worker.py.
+        spec: What the rows are written with; see worker.py.
     """
     under_way: deque[_Worker] = deque()
     try:
@@ -115,7 +115,7 @@ def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Ans
 
 
 def _received(under_way: deque[_Worker]) -> _Came:
-    """Returns what the worker that was asked first answers, and makes it idle."""
+    """Returns the answer of the worker that was asked first, and makes it idle."""
     worker = under_way[0]
     came = worker.receive()
     under_way.popleft()
@@ -137,7 +137,7 @@ class _Worker:
     """One worker process, with the connection to it."""
 
     def __init__(self) -> None:
-        # imports sockets, so only those who render pay for it
+        # imports sockets, so only processes that render pay for it
         from multiprocessing.connection import Pipe
 
         # This file holds the number of the row that the worker works on.
@@ -161,7 +161,7 @@ class _Worker:
             )
 
     def send(self, *frames: bytes) -> None:
-        """Sends frames to a worker that has answered all before, and so reads."""
+        """Sends frames to a worker that has answered everything so far, and so is reading."""
         # the worker is gone, which `receive` will notice
         with contextlib.suppress(ConnectionError):
             for frame in frames:
@@ -218,8 +218,8 @@ def _take(*, must: bool = True, start: bool = True) -> _Worker | None:
     """Returns a worker that has nothing to do.
 
     Args:
-        must: Whether to start one rather than return None. Otherwise None is returned where every
-            core has a worker at work, or where a new one is needed and `start` is False.
+        must: Whether to start one rather than return None. Otherwise None is returned if every core
+            has a worker at work, or if a new one is needed and `start` is False.
         start: Whether a new worker may be started.
     """
     with _lock:
@@ -235,9 +235,10 @@ def _take(*, must: bool = True, start: bool = True) -> _Worker | None:
 
 
 def _give(worker: _Worker) -> None:
-    """Makes a worker idle, or closes it where there are enough."""
+    """Makes a worker idle, or closes it if there are enough."""
     with _lock:
-        # One more than cores: a thread finds none where others have taken those of all cores.
+        # One more than cores, because a thread finds none if other threads have taken those of all
+        # cores.
         if len(_idle) <= (os.cpu_count() or 1):
             _idle.append(worker)
             return

@@ -1,8 +1,8 @@
 """ChatTemplate: finds a template, its variables and date; when rendering in workers is given up.
 
-A template is a program of strangers, and a thread that runs one cannot be stopped. So templates run
-in a few worker processes (pool.py), whose processor time and memory the system limits; one that
-goes too far ends alone, and is an error that names the row.
+A template is a program by strangers, and a thread that runs one cannot be stopped. So templates run
+in a few worker processes (pool.py), and the system limits their processor time and memory. A worker
+that exceeds the limits ends alone, and the error names the row.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("easypipe")
 
-ENGINE_VERSION = 9  # counts up when the same conversation gives other text or other spans
-MOST_ENDED = 5  # where so many rows in sequence end their worker, the template is to blame
-# Options that came later: fingerprints hold them only where they differ from these values.
+ENGINE_VERSION = 9  # raised when the same conversation becomes other text or other spans
+MOST_ENDED = 5  # if this many rows in sequence end their worker, the template is to blame
+# Options that were added later: fingerprints hold them only if they differ from these values.
 ADDED: Mapping[str, Json] = {
     "train_on_eos": "turn",
     "roles_to_train": ("assistant",),
@@ -48,7 +48,7 @@ OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja th
 
 
 class HostileTemplateError(TokenizerError):
-    """Raised for a template that took too long or too much, or reached for what it must not have.
+    """Raised for a template that took too long or too much, or reached for something forbidden.
 
     Attributes:
         row: The number of the row within the call.
@@ -63,17 +63,17 @@ class ChatTemplate:
 
     Attributes:
         source: The text of the template.
-        tool_use: Another template for rows that have tools, where the tokenizer has one.
+        tool_use: Another template for rows that have tools, if the tokenizer has one.
         names: Variables of the template: `bos_token`, `eos_token`, ... and chat_template_kwargs.
         closers: The special tokens of the tokenizer.
-        train_on: Which turns are trained.
-        date: The ISO date that strftime_now gives.
+        train_on: Which turns are trained on.
+        date: The ISO date that strftime_now returns.
         origin: Where the template is from, for errors.
-        train_empty_thinking: Whether `<think>\n\n</think>` before an answer is trained.
-        train_on_eos: Which trained turns have their end trained too: turn, last, none.
+        train_empty_thinking: Whether `<think>\n\n</think>` before an answer is trained on.
+        train_on_eos: Which trained turns have their end trained on too: turn, last, none.
         roles_to_train: Whose turns train_on chooses among.
         reasoning: What happens to the reasoning of messages: keep, mask, per_turn.
-        end_tokens: The special tokens that end what the model writes, where they are known.
+        end_tokens: The special tokens that end what the model writes, if they are known.
     """
 
     source: str
@@ -96,7 +96,7 @@ class ChatTemplate:
 
     @property
     def _spec(self) -> dict[str, Json]:
-        """What workers write with; its order is part of the fingerprint."""
+        """The options that workers write with; their order is part of the fingerprint."""
         given = asdict(self)
         later = {name: value for name, value in ADDED.items() if given[name] == value}
         return {k: value for k, value in given.items() if k != "origin" and k not in later}
@@ -104,19 +104,19 @@ class ChatTemplate:
     def render(
         self, rows: Sequence[Asked | Refused], reader: MessageReader | None = None
     ) -> list[Rendered | Refused]:
-        """Writes conversations as texts, with what is trained of each.
+        """Writes conversations as texts, with the trained spans of each.
 
         Thread-safe; a thread waits for worker processes.
 
         Args:
-            rows: `messages`, a list of dicts; `tools`, a list or None; `answers` where the last so
-                many messages answer the others; and `kwargs` that the template sees. Or JSON of
-                messages and tools. A row that is refused already stays so.
+            rows: `messages`, a list of dicts; `tools`, a list or None; `answers` if that many of
+                the last messages answer the others; and `kwargs` for the template. Or JSON of
+                messages and tools. Rows that are refused already stay so.
             reader: How JSON of messages and tools is read and refused.
 
         Raises:
-            HostileTemplateError: The template does not compile, does what it must not, or goes
-                beyond its limits for the shortest conversation or for five rows in sequence (a
+            HostileTemplateError: The template does not compile or does something forbidden. Or it
+                exceeds its limits for the shortest conversation or for five rows in sequence (a
                 single such row is Refused).
             StallError: A worker hangs.
         """
@@ -124,19 +124,19 @@ class ChatTemplate:
         return answers_of(spec, rows, self.origin)
 
     def prompts(self, rows: Sequence[Asked | Refused]) -> list[str | Refused]:
-        """Writes conversations as texts that open an assistant's answer; else as `render`."""
+        """Writes conversations as texts that open an assistant's answer; like `render`."""
         spec = {**self._spec, "reader": asdict(MessageReader()), "prompt": True}
         answers = answers_of(spec, rows, self.origin)
         return [one if isinstance(one, Refused) else one.text for one in answers]
 
 
 def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
-    """Returns what `template` trains the assistant to end with, as seen on an answer and on a call.
+    """Returns the ends that `template` trains the assistant to write, as seen on probes.
 
-    Where it closes a turn with several special tokens, the last is what ends it. Where nothing is
-    written there, the EOS token that packing adds is the end. Where what is written is no token of
-    the tokenizer, nothing that ends an answer is trained, and a warning says so. What opens the
-    next message is an end too, where it is trained.
+    The probes are an answer and a call. If the template closes a turn with several special tokens,
+    the last one is the end. If it writes nothing there, the EOS token that packing adds is the end.
+    If what it writes is not a token of the tokenizer, no end of an answer is trained on, and a
+    warning says so. What opens the next message is an end too, if it is trained on.
 
     Raises:
         HostileTemplateError: The template went beyond its limits.
@@ -181,7 +181,7 @@ def _probes(*, parts: bool) -> list[Asked]:
 
 
 def _said_behind_probe(seen: Rendered | Refused) -> str | None:
-    """Returns what is trained behind the probe; None where it is not there, or not trained."""
+    """Returns the trained text after the probe; None if it is missing or not trained on."""
     if isinstance(seen, Refused) or not seen.spans:
         return None
     _, found, behind = seen.text[: seen.spans[-1][1]].rpartition(_PROBE)
@@ -211,10 +211,10 @@ def _warn_endless(origin: str, tokenizer: str, end: str) -> None:
 def answers_of(
     spec: Mapping[str, Json], rows: Sequence[Asked | Refused], origin: str
 ) -> list[Rendered | Refused]:
-    """Returns what worker processes make of rows with the template of `spec` (see worker.py).
+    """Returns the worker processes' answers for rows with the template of `spec` (see worker.py).
 
     Args:
-        origin: What errors call the template.
+        origin: The name of the template in errors.
     """
     done = {i: row for i, row in enumerate(rows) if isinstance(row, Refused)}
     answers: dict[int, Rendered | Refused] = {**done}
@@ -245,7 +245,7 @@ def answers_of(
 
 
 def _ends_short(spec: Mapping[str, Json], row: Asked | Refused) -> bool:
-    """Whether a worker ends at the shortest row of the kind of `row`, too."""
+    """Whether a worker also ends at the shortest row of the kind of `row`."""
     fields = row.get("fields") if isinstance(row, Mapping) else None
     short = _probes(parts=False)[0] if fields is None else {"fields": dict.fromkeys(fields, "x")}
     with contextlib.closing(asked(spec, [short])) as batches:
@@ -309,7 +309,7 @@ def load_chat_template(
 
 
 def check_date(date: str) -> None:
-    """Raises ConfigError for what is not an ISO date."""
+    """Raises ConfigError for a text that is not an ISO date."""
     try:
         datetime.date.fromisoformat(date)
     except ValueError:
@@ -343,16 +343,16 @@ def is_jinja(text: str) -> bool:
 
 
 def check_whole(template: str | Path | None, at: str, origin: str | None = None) -> None:
-    """Raises ConfigError for Jinja that asks for other files, which no template is given.
+    """Raises ConfigError for Jinja that asks for other files, which templates do not get.
 
-    Anything but Jinja is passed over. `origin` is where the template is from.
+    Text that is not Jinja passes. `origin` is where the template is from.
     """
     if not isinstance(template, str) or not is_jinja(template):
         return
     import jinja2
 
     try:
-        # It is only read, not compiled: what is hostile is for the worker processes.
+        # It is only parsed, not compiled: the worker processes handle hostile templates.
         tokens = list(jinja2.Environment(autoescape=True).lex(template))
     except jinja2.TemplateSyntaxError:
         return  # the worker processes report it
@@ -372,7 +372,7 @@ def given_template(
     """Returns (source, origin) of a Jinja template: its text, a name among `names`, or a file.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: `template` is none of these.
     """
     text = str(template)
     if isinstance(template, str) and is_jinja(text):

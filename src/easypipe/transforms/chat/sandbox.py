@@ -1,7 +1,7 @@
-"""Template: renders chat templates as transformers does, in a sandbox: what they may call, limits.
+"""Template: renders chat templates as transformers does, in a sandbox: allowed calls, limits.
 
-This file imports only jinja2: it runs in the worker process of worker.py, which limits time and
-memory. The sandbox here keeps templates from attributes and from changing what they are given.
+This file imports only jinja2, because it runs in the worker process of worker.py, which limits time
+and memory. The sandbox here keeps templates from reaching attributes and from changing their input.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Json = Any  # a value that JSON can hold; it is checked before it is used
 Row = Message = Mapping[str, Json]
-Span = tuple[int, int]  # first character, and the one behind the last
+Span = tuple[int, int]  # the first character, and the character after the last
 
 MOST_CHARACTERS = 1 << 25  # the longest conversation that may be rendered
-# variables of templates that no chat_template_kwargs may replace
+# variables of templates that chat_template_kwargs may not replace
 RESERVED = ("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
 # names of the same key; templates read the first
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -48,15 +48,15 @@ NO_MEMORY = "it takes more memory than a template may have"
 
 
 class RenderError(Exception):
-    """Raised where the template refuses a conversation."""
+    """Raised if the template refuses a conversation."""
 
 
 class LimitError(Exception):
-    """Raised for a conversation that takes more than one may."""
+    """Raised for a conversation that exceeds the limits of one conversation."""
 
 
 class HostileError(Exception):
-    """Raised where the template does what no template may; every conversation would meet it."""
+    """Raised if the template does something forbidden, which would happen in every conversation."""
 
 
 class Template:
@@ -64,9 +64,9 @@ class Template:
 
     Args:
         source: The text of the template.
-        names: What it sees beside messages and tools: `bos_token`, `eos_token`, `enable_thinking`,
-            ...
-        date: The ISO date that `strftime_now` gives; None refuses templates that ask for it.
+        names: Its variables besides messages and tools: `bos_token`, `eos_token`,
+            `enable_thinking`, ...
+        date: The ISO date that `strftime_now` returns; None refuses templates that ask for it.
 
     Raises:
         HostileError: The template does not compile.
@@ -89,11 +89,11 @@ class Template:
             raise HostileError(
                 f"it does not compile: {type(error).__name__}: {error}"[:500]
             ) from None
-        # The globals are a chain of one mapping, which every rendering would copy slowly.
+        # The globals are a chain with one mapping, and every rendering would copy it slowly.
         self._template.globals = dict(self._template.globals)
 
     def with_names(self, names: Mapping[str, Json]) -> Template:
-        """Returns the same template, which sees these names too."""
+        """Returns the same template with these variables too."""
         other = copy.copy(self)
         other._names = {**self._names, **names}
         return other
@@ -115,8 +115,8 @@ class Template:
 
         Raises:
             RenderError: The template refuses the conversation.
-            LimitError: The conversation takes too much.
-            HostileError: The template does what no template may.
+            LimitError: The conversation exceeds its limits.
+            HostileError: The template does something forbidden.
         """
         return self.write(
             {
@@ -128,7 +128,7 @@ class Template:
         )
 
     def write(self, variables: Mapping[str, Json]) -> tuple[str, list[Span]]:
-        """Does `render` for a template that sees these variables, and further names."""
+        """Does the work of `render` for a template with these variables, and further names."""
         pieces: list[str] = []
         found: list[tuple[int, str]] = []
         size = 0
@@ -179,7 +179,7 @@ class Template:
         return text, [(start, start + len(inner)) for start, inner in found if inner]
 
     def _printed_address(self, text: str, variables: Mapping[str, Json]) -> str | None:
-        """Returns an address in memory that the text has and the template was not given."""
+        """Returns a memory address that is in the text but was not given to the template."""
         given = [self._source, *texts_within(variables)]
         found = (match[0] for match in _ADDRESS.finditer(text))
         return next(
@@ -188,10 +188,10 @@ class Template:
 
 
 def as_given(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages as transformers hands them to templates.
+    """Returns messages as transformers passes them to templates.
 
-    Keys of null are left out, which many templates would print as the word None, and reasoning is
-    under every name by which templates read it.
+    Keys with null are left out, as many templates would print them as the word None. Reasoning is
+    under every name that templates read it from.
     """
     result: list[Message] = []
     for message in messages:
@@ -302,7 +302,7 @@ def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
     return environment
 
 
-_JSON = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for every value
+_JSON = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make a new one for every value
 
 
 def _tojson(
@@ -336,7 +336,7 @@ def _by_chance(name: str) -> Callable[..., None]:
 
 
 def _clock(date: str | None) -> Callable[[str], str]:
-    """Returns `strftime_now`, which gives the configured date, never today's."""
+    """Returns `strftime_now`, which returns the configured date, never today's."""
 
     def strftime_now(format: str) -> str:
         if date is None:

@@ -1,10 +1,10 @@
-"""Proves where a template prints a conversation's texts, by other words; tells if it has thoughts.
+"""Proves where a template prints a conversation's texts, by other words; finds reasoning.
 
 A sentinel is a word that the template does not print, put in place of a message's text. Two
-renderings are read side by side, one as it is and one with sentinels: what is between the sentinels
-of the second must be in the first, with the very text (or its trimmed or JSON-escaped form)
-between. Then the positions of all texts are known, and known to be right. This runs in the worker
-process and imports little.
+renderings are compared, one of the original and one with sentinels. What is between the sentinels
+of the second must be in the first, with exactly the original texts (or their trimmed or
+JSON-escaped forms) between. Then the positions of all texts are known, and known to be right. This
+runs in the worker process and imports little.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import NamedTuple
 
 from easypipe.transforms.chat.sandbox import KEYS_OF_REASONING, REASONING, Json, Message
 
-MOST_TRIES = 10_000  # the most steps to read two renderings side by side
+MOST_TRIES = 10_000  # the most steps of comparing two renderings
 
 _THINK = re.compile(r"(</?think>)")
 
 
 class UnprovenError(Exception):
-    """Raised where it cannot be known for certain where the trained text is."""
+    """Raised if it cannot be known for certain where the trained text is."""
 
 
 class Place(NamedTuple):
-    """Where the text behind a sentinel is: from character `start` to `stop`."""
+    """Where the text that a sentinel replaces is: from character `start` to `stop`."""
 
     word: str
     start: int
@@ -36,10 +36,10 @@ class Place(NamedTuple):
 
 
 class Sentinels:
-    """The sentinels of a conversation, and what they stand for.
+    """The sentinels of a conversation, and the texts that they stand for.
 
     Attributes:
-        value: The text behind each word.
+        value: The text that each word stands for.
         owner: The number of the message that each word belongs to.
         whole: The words that stand for everything that a message says.
         thoughts: The words that stand for reasoning.
@@ -69,7 +69,7 @@ class Sentinels:
     def replace(self, i: int, message: Message) -> Message:
         """Returns message `i` with a word in place of each text in it.
 
-        Empty texts stay, since templates ask whether there is any.
+        Empty texts stay empty, because templates test for them.
         """
         said = message.get("content")
         thinks = not KEYS_OF_REASONING.isdisjoint(message) and any(
@@ -105,7 +105,7 @@ class Sentinels:
     def _spoken(self, said: str, i: int, *, whole: bool) -> str:
         """Returns words in place of a text and of the reasoning in it.
 
-        `whole` says that the text is all of the message.
+        `whole` says that the text is everything that the message says.
         """
         pieces = _THINK.split(said) if "think>" in said else [said]
         for n in range(0, len(pieces), 2):
@@ -168,15 +168,15 @@ def unused_stem(text: str) -> str:
 
 
 def align(text: str, other: str, words: Sentinels) -> list[Place]:
-    """Finds where the texts behind the words are in `text`.
+    """Finds where the texts that the words stand for are in `text`.
 
-    Putting them back into `other`, the rendering with sentinels, gives `text` exactly.
+    Putting them back into `other`, the rendering with sentinels, results in exactly `text`.
 
     Raises:
         UnprovenError: That is not possible.
     """
     gaps, found = words.pattern.split(other), words.pattern.findall(other)
-    # what holds a word of this form, and is printed only beside the words, stands for nothing
+    # a word of this form that is printed only in addition to the words stands for nothing
     if not text.startswith(gaps[0]) or not words.value.keys() >= set(found):
         raise UnprovenError("the template writes other things around other words")
     tries = 0
@@ -226,7 +226,7 @@ def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[t
 def forms_of(value: str) -> Iterator[str]:
     """Yields a text as templates may print it, each form once.
 
-    These are the text as it is, trimmed, and inside JSON or as Python's repr writes it.
+    These are the text itself, trimmed, and inside JSON or as Python's repr writes it.
     """
     yield value
     plain = [

@@ -1,8 +1,8 @@
-"""Finds which turns, ends and characters of a conversation are trained: proven, or refused.
+"""Finds which turns, ends and characters of a conversation are trained on: proven, or refused.
 
-The conversation is rendered twice: as it is, and with sentinels (sentinels.py), so that it is known
-where each text is. What ends and begins turns is seen on a probe, and on renderings of parts of the
-conversation. This runs in the worker process and imports little.
+The conversation is rendered twice, with its own texts and with sentinels (sentinels.py), so that it
+is known where each text is. What ends and begins turns is found from a probe, and from renderings
+of parts of the conversation. This runs in the worker process and imports little.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 # what follows the text: nothing, an EOS that the loss does not see, an EOS as a target
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2
 LAST, MORE = b".", b"+"  # how frames of answers begin: the last of a request, or not
-# keys by which a message says whether it is trained; 0 or 1, as OpenAI's files have it
+# keys by which a message says whether it is trained on; 0 or 1, as in OpenAI's files
 FLAG, WEIGHT = "train", "weight"
-# The key by which a message says which of its characters are trained, as axolotl's
-# `message_field_training_detail` has it: objects of begin_offset, end_offset (the last character)
-# and train.
+# The key by which a message says which of its characters are trained on, as in axolotl's
+# `message_field_training_detail`: objects of begin_offset, end_offset (the last character) and
+# train.
 RANGES = "train_ranges"
 
 
 class Rendered(NamedTuple):
-    """A text, with the character ranges of it that are trained.
+    """A text, with the character ranges of it that are trained on.
 
     Attributes:
         text: The text.
-        spans: The ranges, ascending; lists where they come from a worker process.
-        end: OPEN where the template itself ended the last turn; else which EOS must follow.
+        spans: The ranges, ascending; lists if they come from a worker process.
+        end: OPEN if the template itself ended the last turn; otherwise which EOS must follow.
         lost: How many tokens were left out before the text was written; a negative number stands
             for tokens that were written twice.
         goes_on: Whether the conversation continues in another text.
@@ -51,7 +51,7 @@ class Rendered(NamedTuple):
 
 
 def flag_of(message: Message) -> bool | None:
-    """Returns whether a message itself says that it is trained; None where it says nothing."""
+    """Returns whether a message itself says that it is trained on; None if it does not say."""
     if (flag := message.get(FLAG)) is not None:
         return flag
     if (said := message.get(WEIGHT)) is not None or (said := message.get(RANGES)) is not None:
@@ -60,7 +60,7 @@ def flag_of(message: Message) -> bool | None:
 
 
 def ranges_of(message: Message) -> list[tuple[int, int]] | None:
-    """Returns the trained characters of a message's content; None where it does not say."""
+    """Returns the trained characters of a message's content; None if it does not say."""
     if not (given := message.get(RANGES)):
         return None
     return [(one["begin_offset"], one["end_offset"] + 1) for one in given if one["train"]]
@@ -69,12 +69,12 @@ def ranges_of(message: Message) -> list[tuple[int, int]] | None:
 def turns_to_train(
     messages: Sequence[Message], train_on: str, roles: Sequence[str], prompt: int = 0
 ) -> list[int]:
-    """Returns the numbers of the messages that are trained.
+    """Returns the numbers of the messages that are trained on.
 
     Args:
-        train_on: Which turns are trained where their own `train` or `weight` does not say.
+        train_on: Which turns are trained on if their own `train` or `weight` does not say.
         roles: Whose turns train_on chooses among.
-        prompt: How many of the first messages are a prompt, which is not trained.
+        prompt: How many of the first messages are a prompt, which is not trained on.
     """
     flags = [flag_of(message) for message in messages]
     turns = [i for i in range(prompt, len(messages)) if messages[i].get("role") in roles]
@@ -90,18 +90,18 @@ def turns_to_train(
 
 @dataclass
 class Spans:
-    """The renderer with trained spans, for one template.
+    """The renderer that finds trained spans, for one template.
 
     Attributes:
         template: The template.
         closers: The special tokens of the tokenizer.
-        empty_thoughts: Whether a thought without words is trained, which templates of reasoning
-            models write before an answer.
-        ends: Which trained turns have their end trained too: every `turn`, the `last` one, or
+        empty_thoughts: Whether the empty reasoning that templates of reasoning models write before
+            an answer is trained on.
+        ends: Which trained turns have their end trained on too: every `turn`, the `last` one, or
             `none`.
-        roles: Whose turns are trained.
-        mask: Whether their reasoning is not trained.
-        end_tokens: The tokens that end what the model writes, where they are known.
+        roles: Whose turns are trained on.
+        mask: Whether their reasoning is not trained on.
+        end_tokens: The tokens that end what the model writes, if they are known.
     """
 
     template: Template
@@ -123,17 +123,17 @@ class Spans:
         train_on: str,
         answers: int | None = None,
     ) -> Rendered:
-        """Writes a conversation, and finds the characters that are trained.
+        """Writes a conversation, and finds its trained spans.
 
         Args:
-            train_on: Which turns are trained where their own `train` or `weight` does not say;
-                templates do not see those keys.
-            answers: How many of the last messages answer the others, which are a prompt; None where
+            train_on: Which turns are trained on if their own `train` or `weight` does not say;
+                templates do not get those keys.
+            answers: How many of the last messages answer the others, which are a prompt; None if
                 the row does not say.
 
         Raises:
             RenderError: The template refuses the conversation.
-            UnprovenError: It cannot be known what is trained.
+            UnprovenError: It cannot be known what is trained on.
         """
         flagged = messages
         if any(flag_of(message) is not None for message in messages):
@@ -165,7 +165,7 @@ class Spans:
         return Rendered(text, spans, self._end(text, trained=last and kept > 0))
 
     def _without_stop(self, text: str, span: tuple[int, int]) -> tuple[int, int]:
-        """Returns a trained turn without what ends it, where it holds that."""
+        """Returns a trained turn without the text that ends it, if it holds that."""
         start, stop = span
         for end in (self._turns.stops.middle, self._turns.stops.last):
             if end and text.endswith(end, start, stop):
@@ -178,7 +178,7 @@ class Spans:
     ) -> int:
         """Returns where in a text the generation prompt of its first messages ends.
 
-        Where the text does not begin with that prompt, it is where they begin to differ.
+        If the text does not begin with that prompt, it is the place from which they differ.
         """
         asked, _ = self.template.render(prompt, tools, prompt=True)
         return len(asked) if text.startswith(asked) else num_shared(asked, text)
@@ -198,13 +198,13 @@ class Spans:
         trained: list[int],
         partly: Mapping[int, list[tuple[int, int]]],
     ) -> list[tuple[int, int]]:
-        """Returns the trained spans that two renderings prove.
+        """Returns the trained spans, as proven by two renderings.
 
-        First the words of all messages are replaced, then those of trained ones alone: a template
-        may look into what users and tools say.
+        First the words of all messages are replaced, then those of trained ones alone, because a
+        template may inspect what users and tools say.
 
         Raises:
-            UnprovenError: Both fail.
+            UnprovenError: Both proofs fail.
         """
         errors: list[UnprovenError | RenderError] = []
         for everyone in (True, False):

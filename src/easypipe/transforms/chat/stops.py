@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # special tokens that open something, and what closes each
 BRACKETS = ((r"<\|(\w+)>", "<{}|>"), (r"<(\w+)>", "</{}>"), (r"\[(\w+)\]", "[/{}]"))
-CLOSING = r"</[^<>\s]+>|<\w+\|>|\[/\w+\]"  # what by its form opens nothing
+CLOSING = r"</[^<>\s]+>|<\w+\|>|\[/\w+\]"  # text in this form opens nothing
 OPENED_THOUGHT = re.compile(
     r"(?:<(think|thinking|thought|reasoning)>\s*(?:</\1>\s*)?|\[THINK\]\s*(?:\[/THINK\]\s*)?)\Z"
 )
@@ -33,12 +33,12 @@ class Stops(NamedTuple):
     """What ends the turns of the assistant.
 
     Attributes:
-        middle: What ends a turn that another follows; None where nothing does, or it cannot be
+        middle: What ends a turn that another follows; None if nothing does, or if it cannot be
             known.
         last: What ends the last turn; None as for `middle`.
-        opening: The assistant's header as the generation prompt has it; empty where there is none.
+        opening: The assistant's header as in the generation prompt; empty if there is none.
         leads: What the template writes between the header and the words of a turn, longest first.
-            The model has to write it (`<|channel|>final<|message|>`), so it is trained.
+            The model has to write it (`<|channel|>final<|message|>`), so it is trained on.
     """
 
     middle: str | None
@@ -72,7 +72,7 @@ class Turns:
     def is_ended(self, text: str) -> bool:
         """Whether the template itself ended the last turn of a text."""
         said = text.rstrip()
-        # the words of a special token are not all space
+        # the name of a special token contains more than spaces
         if self.closed.search(text, max(0, len(said) - self._longest)):
             return True
         stop = self.stops.last
@@ -84,7 +84,7 @@ class Turns:
         unknown = Stops(None, None)
         words = [f"easypipe{name}probe" for name in ("One", "Two", "Three", "Four")]
         text, talk, tools = "", [], None
-        # Some templates only know typed parts, some only rows with tools.
+        # Some templates accept only typed parts, some only rows with tools.
         for parts, tools in itertools.product((False, True), (None, [_PROBE_TOOL])):
             talk = [
                 {"role": role, "content": [{"type": "text", "text": word}] if parts else word}
@@ -109,7 +109,8 @@ class Turns:
         }
         middle, last = self._ends(before, gaps, alone)
         if middle and middle != last and self.closer.match(middle) is None:
-            # Text that does not follow the last answer may belong to the question behind the first.
+            # Text that does not follow the last answer may belong to the question after the first
+            # one.
             middle = middle if self._follows_whoever(middle, talk[:2], words, tools) else None
         return Stops(middle, last, opening, tuple(sorted(leads - {""}, key=len, reverse=True)))
 
@@ -121,7 +122,7 @@ class Turns:
         *,
         prompt: bool,
     ) -> str:
-        """Returns what the template writes behind a word; "" if it refuses these messages."""
+        """Returns what the template writes after a word; "" if it refuses these messages."""
         try:
             return self.template.render(messages, tools, prompt=prompt)[0].rpartition(word)[2]
         except RenderError:
@@ -154,8 +155,8 @@ class Turns:
 
         Args:
             before: The text before the first word.
-            gaps: The texts behind question, answer, question and answer.
-            alone: The text behind a question that nothing follows.
+            gaps: The texts after question, answer, question and answer.
+            alone: The text after a question that nothing follows.
         """
         _, between, _, tail = gaps
         ends, follows = self.closer.match(tail), self.closer.match(between)
@@ -171,8 +172,7 @@ class Turns:
                 last = self._whole_run(before, between, tail, alone, len(last))
             return last, last
         if last is not None and not between.startswith(last) and not ends:
-            # What is behind it is the header of an answer that is still to come, as behind a
-            # question.
+            # It is followed by the header of an answer that is still to come, as after a question.
             last = last.removesuffix(alone.strip()).rstrip() or None
             if last is not None and between.startswith(last):
                 return last, last
@@ -198,12 +198,12 @@ class Turns:
         return bool(found) and not self.token.sub("", head).strip()
 
     def _whole_run(self, before: str, between: str, tail: str, alone: str, end: int) -> str:
-        """Returns everything that ends a turn, in the middle and at the end alike.
+        """Returns everything that ends a turn, both in the middle and at the end.
 
         It goes up to the last special token before the one that opens the user's turn.
         """
         said, closed = tail.rstrip(), alone.strip()
-        # What ends the turns of both users and the assistant opens none.
+        # What ends the turns of both users and the assistant does not open a turn.
         both = between.startswith(said) and said.endswith(closed)
         common = len(said) - len(closed) if both else len(said)
         shared = num_shared(between, tail)

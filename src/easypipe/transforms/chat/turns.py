@@ -1,10 +1,10 @@
 """Cuts long conversations between turns: the oldest left out, in pieces, or in samples by turn.
 
 In this file:
-    question: A message of the user's that an answer follows; what is cut begins at one.
+    question: A message from the user that an answer follows; every cut is before a question.
     exchange: A question, and all that follows it up to the next one: answers, calls of tools,
         results.
-    piece: The system message and some exchanges, written by the template as a conversation of its
+    piece: The system message and some exchanges, which the template writes as a conversation of its
         own.
 """
 
@@ -28,8 +28,8 @@ from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.masked import encode_masked
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
-CUT_BY = "split_turns"  # what the ledger calls conversations that were cut
-Sample = tuple["Asked | Refused", "Answer"]  # what was asked for, and what came of it
+CUT_BY = "split_turns"  # the ledger's name for conversations that were cut
+Sample = tuple["Asked | Refused", "Answer"]  # the request, and its answer
 # `messages`, `tools` and sometimes `answers`, as ChatTemplate.render takes them
 Request = Mapping[str, Json]
 Answer = Rendered | Refused
@@ -44,8 +44,7 @@ def trimmed(
     """Renders answers that are too long again, with as few turns left out as possible.
 
     The system prompt and the last turn of the assistant stay, with the question before it. A
-    conversation is Refused where that is still too long. `asked` is what the answers were rendered
-    from.
+    conversation that is still too long is Refused. The answers were rendered from `asked`.
 
     Returns:
         All answers; `Rendered.lost` says how many tokens were left out.
@@ -70,7 +69,7 @@ def trimmed(
             f"max_length {lengths.limit}"
         )
         result[i] = Refused(TOO_LONG, detail)
-    # How many turns go: more than low; high is known to be enough.
+    # How many turns are left out: more than low; high is known to be enough.
     low, high = dict.fromkeys(over, 0), {i: len(starts[i]) for i in over}
     tried = {i: high[i] for i in over if high[i]}  # first whether it can be enough at all
     while tried:
@@ -100,9 +99,9 @@ def trimmed(
 def by_turns(template: ChatTemplate, asked: Sequence[Asked | Refused]) -> list[list[Sample]]:
     """Makes a sample of each trained turn, if a conversation holds reasoning; others stay whole.
 
-    A sample ends with its turn. A turn that a later sample writes in the same way, with all before
-    it, is trained there. Samples are in the order of their last turns. A conversation is refused
-    whole.
+    A sample ends with its turn. If a later sample writes a turn, and everything before it, in the
+    same way, the turn is trained on there. Samples are in the order of their last turns. A
+    conversation is refused as a whole.
 
     Raises:
         HostileTemplateError: The template went beyond its limits.
@@ -121,13 +120,13 @@ def by_turns(template: ChatTemplate, asked: Sequence[Asked | Refused]) -> list[l
 
 
 def _until(request: Request, end: int) -> Request:
-    """Returns the conversation up to message `end`, of which only that message is trained."""
+    """Returns the conversation up to message `end`, with only that message trained on."""
     conversation = request["messages"][: end + 1]
     return {**request, "messages": [_with_flag(m, i == end) for i, m in enumerate(conversation)]}
 
 
 def _fewest(samples: Sequence[Sample]) -> list[Sample]:
-    """Leaves out samples of one turn each whose turns a later one writes in the same way."""
+    """Leaves out samples of one turn if a later sample writes that turn in the same way."""
     wrong = [one for one in samples if isinstance(one[1], Refused) and not one[1].benign]
     found: list[tuple[Request, Rendered]] = []
     for request, one in reversed([] if wrong or len(samples) == 1 else samples):
@@ -155,13 +154,13 @@ def split_at_turns(
 ) -> list[list[Answer]]:
     """Cuts each answer into pieces of at most `room` tokens, in order.
 
-    An exchange that has more is a piece. The last pieces hold the most exchanges. A piece trains
-    what the whole does, and one without a target is left out. What the template refuses in pieces
-    stays whole, as does what fits.
+    An exchange that has more is a piece of its own. The last pieces hold the most exchanges. A
+    piece has the trained spans of the whole, and a piece without a target is left out.
+    Conversations that fit, or that the template refuses in pieces, stay whole.
 
     Args:
         answers: The rendered conversations.
-        request: Returns what the answer of that number was rendered from.
+        request: Returns the request from which the answer of that number was rendered.
         room: The most tokens of a piece.
 
     Raises:
@@ -180,7 +179,7 @@ def split_at_turns(
         if size > room and isinstance(made := request(i), Mapping)
     ]
     cuts = [cut for cut in cuts if cut.left > 1]
-    # Only pieces that are kept are rendered with what is trained of them.
+    # Only pieces that are kept are rendered with their trained spans.
     everything = dataclasses.replace(template, train_on="all")
     alone = [(cut.row, cut.part(k, k + 1)) for cut in cuts for k in range(cut.left)]
     each = iter(_sizes(_rendered(everything, alone), tokenizer, row=True).tolist())
@@ -201,11 +200,11 @@ def split_at_turns(
 
 
 class _Cut:
-    """A conversation on its way into pieces, which are cut off its end.
+    """A conversation that is being cut into pieces, from its end.
 
     Attributes:
         row: The number of the conversation.
-        left: How many exchanges are in no piece yet.
+        left: How many exchanges are not in a piece yet.
         pieces: The pieces so far.
     """
 
@@ -218,7 +217,7 @@ class _Cut:
         self.pieces: list[Request] = []
 
     def part(self, start: int, stop: int) -> Request:
-        """Returns exchanges `start` to `stop` behind the system message."""
+        """Returns exchanges `start` to `stop`, after the system message."""
         edges = [*self._starts, len(self._messages)]
         some = self._messages[edges[start] : edges[stop]]
         return {**self._request, "messages": [*_system(self._messages), *some]}
@@ -227,7 +226,7 @@ class _Cut:
         """Takes the tokens of every exchange alone, 0 for one that the template refuses.
 
         Returns:
-            Whether the template refuses none.
+            Whether the template refuses none of them.
         """
         # tokens that every piece has, such as those of the system message
         self._again = max(0, (sum(each) - self._size) // (len(each) - 1))
@@ -241,7 +240,7 @@ class _Cut:
         return self.part(self.left - self._count, self.left)
 
     def try_next(self, size: int, room: int) -> None:
-        """Takes the tokens of `next`, 0 where the template refuses it."""
+        """Takes the tokens of `next`, 0 if the template refuses it."""
         if size > room and self._count > 1:
             self._count -= 1
             return
@@ -255,7 +254,7 @@ class _Cut:
         self._count = max(1, int(np.count_nonzero(totals <= room)))
 
 
-_BEFORE = ("user", "system")  # who speaks before a message that is not the first question
+_BEFORE = ("user", "system")  # the roles before a message that is not the first question
 
 
 def _system(messages: Sequence[Message]) -> Sequence[Message]:
@@ -275,7 +274,7 @@ def _questions(messages: Sequence[Message]) -> list[int]:
 
 
 def _flagged(messages: Sequence[Message], train_on: str) -> Sequence[Message]:
-    """Returns the messages, with flags on answers whose place decides on their training."""
+    """Returns the messages, with flags on answers that are trained on because of their place."""
     if train_on == "assistant":
         return messages
     trained = turns_to_train(messages, train_on, ("assistant",))
@@ -301,8 +300,8 @@ def _rendered(template: ChatTemplate, tried: Sequence[tuple[int, Asked | Refused
 def _joined(whole: Rendered, pieces: Sequence[Answer], tokenizer: Tokenizer) -> list[Rendered]:
     """Returns the pieces that have a target.
 
-    The last turn of each piece but the last ends as it does in the whole, where it is not the last
-    turn.
+    Except in the last piece, the last turn ends as it does in the whole, where other turns follow
+    it.
     """
     made = [(number, piece) for number, piece in enumerate(pieces) if isinstance(piece, Rendered)]
     ends = np.cumsum([len(piece.spans) for _, piece in made])
@@ -325,10 +324,10 @@ def _joined(whole: Rendered, pieces: Sequence[Answer], tokenizer: Tokenizer) -> 
 def _ended(piece: Rendered, trained: str) -> Rendered:
     """Gives the last turn of a piece the end that it has in the whole conversation.
 
-    A template may write an end of the whole behind it, or leave out the end of a turn there.
+    A template may write an end of the whole after it, or leave out the end of a turn there.
 
     Args:
-        trained: What the whole trains of the last turn of the piece.
+        trained: The trained text of the whole in the last turn of the piece.
     """
     *before, (first, last) = piece.spans
     here = piece.text[first:last]
@@ -342,7 +341,7 @@ def _ended(piece: Rendered, trained: str) -> Rendered:
 def _sizes(answers: Sequence[Answer], tokenizer: Tokenizer, *, row: bool = False) -> Int64:
     """Returns Int64[n], the tokens of each answer; 0 for refused ones.
 
-    With `row`, the EOS counts that packing puts behind an answer that does not end with it.
+    With `row`, the count includes the EOS that packing adds to an answer that does not end with it.
     """
     good = [(i, one) for i, one in enumerate(answers) if isinstance(one, Rendered)]
     texts = pa.array([one.text for _, one in good], pa.large_string())

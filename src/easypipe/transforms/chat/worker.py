@@ -1,13 +1,13 @@
 """Runs strangers' templates in a process with limits: why a row is refused, what is not printed.
 
 A request has two frames. The first is the JSON of what the rows are written with. The second is
-JSON of the rows, each a list of JSON texts: one object, {"messages": …, "tools": …} or {"fields":
-…}, or messages and tools as a file had them, which are checked here.
+JSON of the rows. Each row is a list of JSON texts: one object, {"messages": …, "tools": …} or
+{"fields": …}, or messages and tools as a file had them, which are checked here.
 
-Answers to some rows are a frame: MORE, or LAST of a request, and JSON with one list for each row:
-[text, spans, end], or [reason, detail] where it is refused, or [detail] for a hostile template.
-The number of the row in progress is written to a file that the reader shares, for when this
-process is ended. The process reads until its input ends.
+Answers to some rows are a frame: MORE, or LAST for the last frame of a request, and JSON with one
+list for each row. A list is [text, spans, end], [reason, detail] for a refused row, or [detail] for
+a hostile template. The number of the row in progress is written to a file that the reader shares,
+in case this process is ended. The process reads until its input ends.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from easypipe.transforms.refused import BEYOND_LIMITS, UNPRINTED_REASONING
 # processor time of one conversation; SIGPROF ends the process, even in the middle of a call into C
 CPU_SECONDS = 0.75
 MEMORY_BYTES = 1 << 30
-MOST_KINDS = 256  # so many different chat_template_kwargs have their ends of turns remembered
-# after so many characters of texts, answers are sent although there are more rows
+MOST_KINDS = 256  # the most chat_template_kwargs whose ends of turns are remembered
+# after this many characters of text, answers are sent although there are more rows
 ANSWER_CHARACTERS = 1 << 20
 
 
@@ -51,10 +51,10 @@ def main() -> None:
     """Reads requests and answers them until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ctrl-C is the parent's to handle; it closes our input
+    # The parent handles Ctrl-C; it closes our input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    gc.freeze()  # what was imported is never visited by the garbage collector again
+    gc.freeze()  # the garbage collector never visits imported objects again
     number_file, connection = int(sys.argv[1]), Connection(int(sys.argv[2]))
     writers: dict[bytes, _Writer] = {}
     with contextlib.suppress(EOFError):
@@ -62,7 +62,7 @@ def main() -> None:
             if spec not in writers:
                 writers[spec] = _Writer(json.loads(spec))
             write = writers[spec]
-            # All rows at once, since the asking process reads nothing before.
+            # All rows at once, because the asking process reads nothing before.
             # a row of some hundred MB ends this process here, alone
             os.pwrite(number_file, bytes(8), 0)
             rows = json.loads(connection.recv_bytes())
@@ -123,7 +123,7 @@ class _Writer:
             return ["unproven_spans", str(error)]
 
     def _written(self, row: Message) -> Sequence[Json]:
-        """Writes a row: [text, spans, end], or [reason, detail] where it is refused."""
+        """Writes a row: [text, spans, end], or [reason, detail] if it is refused."""
         train_on = self._spec["train_on"]
         if "fields" in row:
             found = find_label(
@@ -156,7 +156,7 @@ class _Writer:
         return found[:3]
 
     def _loses_reasoning(self, template: Template, talk: Sequence[Message]) -> bool:
-        """Whether an option speaks of reasoning that is there and `template` never prints."""
+        """Whether an option concerns reasoning that is there but that `template` never prints."""
         thinks = any(one.get("role") == "assistant" and one.get(REASONING[0]) for one in talk)
         chosen = self._spec.get("reasoning", "keep") != "keep"
         return chosen and thinks and not prints_reasoning(template)
@@ -166,7 +166,7 @@ class _Writer:
 
         Args:
             name: The name of the template in the spec.
-            kwargs: What the template sees of a row beside its messages and tools.
+            kwargs: The template's variables for a row besides its messages and tools.
         """
         key = name, json.dumps(kwargs, sort_keys=True) if kwargs else ""
         if key not in self._known:
@@ -206,7 +206,7 @@ class _Writer:
 def prints_reasoning(template: Template) -> bool:
     """Whether a template prints the reasoning of the last answer, or of a last tool call.
 
-    It is taken to do so where it refuses such messages.
+    If it refuses such messages, it is assumed to do so.
     """
     probe = "easypipeReasoningProbe"
     question: Message = {"role": "user", "content": "?"}
@@ -223,14 +223,14 @@ def prints_reasoning(template: Template) -> bool:
 
 
 def find_label(template: Template, fields: Message, label: str | None, train_on: str) -> Rendered:
-    """Writes a row of columns, and finds what is trained of the text.
+    """Writes a row of columns, and finds the trained spans of the text.
 
-    That is what `{% generation %}` marks, else everything from the label to the end, else (with no
-    label, or train_on="all") everything.
+    They are what `{% generation %}` marks, or else everything from the label to the end. With no
+    label, or with train_on="all", they are the whole text.
 
     Raises:
         RenderError: The template refuses the row.
-        UnprovenError: It cannot be known what is trained.
+        UnprovenError: It cannot be known what is trained on.
     """
     text, marked = template.write(fields)
     if train_on == "all" or (label is None and not template.marked):

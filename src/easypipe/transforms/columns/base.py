@@ -5,7 +5,7 @@ Rows keep their numbers on the way through.
 ```python
 clean = Rename({"body": "text"}) >> FilterNonEmpty("text") >> Select("text")
 clean(batch)      # a RecordBatch
-clean(source)     # a TransformedSource: lazy, nothing is read before it is asked for
+clean(source)     # a TransformedSource: lazy, reads nothing until rows are asked for
 ```
 """
 
@@ -92,7 +92,7 @@ class Rows:
         return Rows(self.batch.filter(pa.array(keep)), self.numbers[keep], every)
 
     def laid_over(self, schema: pa.Schema, made: Mapping[str, pa.Array]) -> Rows:
-        """Returns the rows with `schema`: columns of `made`, and the others as they are."""
+        """Returns the rows with `schema`: columns of `made`, and the other columns unchanged."""
         arrays = [made[n] if n in made else self.batch.column(n) for n in schema.names]
         return Rows(pa.record_batch(arrays, schema=schema), self.numbers, self.rejects)
 
@@ -108,7 +108,7 @@ class ColumnTransform(ABC):
         fan_out: The most rows that one row becomes.
         cacheable: Whether tokens of its rows may be kept in the token cache.
         tokens: The tokenizer of its rows, if they are tokens.
-        reads: The columns that it needs beside those that are wanted of it; None: it may read any.
+        reads: The columns that it needs besides those that its caller wants; None: it may read any.
         makes: A column that it makes, and does not read.
     """
 
@@ -135,7 +135,7 @@ class ColumnTransform(ABC):
     def rows(self, rows: Rows) -> Rows:
         """Transforms rows.
 
-        Rows on which it fails are rejects; rows that it drops on purpose need be in neither.
+        Rows on which it fails are rejects; rows that it drops on purpose are simply left out.
         """
 
     def error(
@@ -151,14 +151,14 @@ class ColumnTransform(ABC):
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         """Returns a transform with the same rows but only `columns`, and the columns it reads.
 
-        None in place of the columns it reads means all of them.
+        None in place of the columns that it reads means that it may read all of them.
         """
         if self.reads is None:
             return self, None
         return self, list(dict.fromkeys([*(n for n in columns if n != self.makes), *self.reads]))
 
     def schema(self, before: pa.Schema) -> pa.Schema:
-        """Returns the schema after the transform, ROW_NUMBER last where `before` has it.
+        """Returns the schema after the transform, ROW_NUMBER last if `before` has it.
 
         Reads no rows.
 
@@ -173,7 +173,7 @@ class ColumnTransform(ABC):
         return with_row_numbers(after) if ROW_NUMBER in before.names else after
 
     def scan(self, batch: pa.RecordBatch) -> Scan:
-        """Returns the transformed batch, and the rows on which that failed."""
+        """Returns the transformed batch, and the rows on which the transform failed."""
         schema = self.schema(batch.schema)
         after = self.rows(Rows(batch.select(data_columns(batch.schema)), row_numbers(batch, 0)))
         arrays = list(after.batch.columns)
@@ -217,7 +217,7 @@ Narrowed = tuple[ColumnTransform, Sequence[str] | None]
 
 
 class Chain(ColumnTransform):
-    """A chain of transforms, one after the other, as `a >> b >> c` makes it.
+    """A chain of transforms, applied in turn, as `a >> b >> c` makes it.
 
     `(a >> b) >> c` and `a >> (b >> c)` are the same.
     """
@@ -276,7 +276,7 @@ class _Adapted(ColumnTransform):
         self.own = own
         lacking = {"drops": True, "fan_out": 1, "cacheable": True, "tokens": None}
         for name, value in lacking.items():
-            # A user's transform has only those attributes that it wants.
+            # A user's transform may lack any of these attributes.
             setattr(self, name, getattr(own, name, value))
 
     @property
@@ -313,7 +313,7 @@ class _Adapted(ColumnTransform):
 
 
 class TransformedSource(Source):
-    """The rows of a source after a transform; no function is called before rows are asked for.
+    """The rows of a source after a transform; no function is called until rows are asked for.
 
     Row numbers stay those of the source: a filter leaves gaps (benign rejects, `filtered`), and
     `num_rows` counts the rows before it. After Expand the rows of row r are r * most to r * most +
@@ -337,7 +337,7 @@ class TransformedSource(Source):
                 list them in `scan(...).rejects`, with the reason.
 
         Raises:
-            ConfigError: It is not a transform, or no such option.
+            ConfigError: It is not a transform, or `on_error` is not one of these options.
             SourceError: The columns do not fit.
         """
         require_option(on_error, get_args(OnError), "on_error")
@@ -422,10 +422,9 @@ class TransformedSource(Source):
         return fetched(self.source, shard, start // self._factor, -(-stop // self._factor))
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """Returns rows `start` to `stop`, and those that were refused or left out.
+        """Returns rows `start` to `stop`, and the rows that were refused or left out.
 
-        The source and the transform refuse rows one by one; all rows that a filter left out are one
-        reject.
+        Each refused row is a reject of its own; all rows that a filter left out are one reject.
         """
         k, info = self._factor, self.shards[shard]
         require_rows(start, stop, info.num_rows, info.name)
@@ -440,7 +439,7 @@ class TransformedSource(Source):
                 problem=f"{bad.reason}: {bad.detail}",
                 fix="Correct the row or the function, or set on_error to 'skip' or 'quarantine'.",
             )
-        if k > 1:  # benign rejects are among the numbers that stay unfilled
+        if k > 1:  # benign rejects count among the unfilled numbers
             below, own = _spread(bad_of(below), k), tuple(bad_of(own))
         rejects = [reject for reject in (*below, *own) if start <= reject.row < stop]
         if k > 1:
@@ -462,11 +461,11 @@ class TransformedSource(Source):
         return super().at_end(shard, position if counted else position // self._factor)
 
     def raw(self, shard: int, row: int) -> str | None:
-        """Returns a row as its file has it, before any transform; None if that is unknown."""
+        """Returns a row as it is in its file, before any transform; None if that is unknown."""
         return raw_of(self.source, shard, row // self._factor)
 
     def _after(self, before: pa.Schema) -> pa.Schema:
-        """Returns the schema of the rows, with a schema `before` below."""
+        """Returns the schema of the rows, if the source below has the schema `before`."""
         if self._reads is not None:
             before = pa.schema([before.field(name) for name in self._reads])
         after = self.transform.schema(without_row_numbers(before))
@@ -489,7 +488,7 @@ class TransformedSource(Source):
         after: pa.RecordBatch,
         rejects: Sequence[Reject],
     ) -> Reject:
-        """Returns one reject for all rows that are neither among the rows after nor refused."""
+        """Returns one reject for all rows that are neither refused nor in the result."""
         refused = np.array([reject.row for reject in rejects], np.int64)
         seen = np.concatenate([after.column(ROW_NUMBER).to_numpy(), refused])
         row = int(np.setdiff1d(expected, seen)[0])
@@ -501,10 +500,10 @@ class TransformedSource(Source):
 
 
 def as_transform(value: Transform | Sequence[Transform]) -> ColumnTransform:
-    """Returns a transform with everything that the protocol leaves open; a list of them as a chain.
+    """Returns `value` with the protocol's defaults for what it lacks; a list becomes a chain.
 
     Raises:
-        ConfigError: `value` is neither.
+        ConfigError: `value` is neither a transform nor a list of them.
     """
     if isinstance(value, list | tuple):
         return Chain(value)

@@ -1,9 +1,9 @@
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
-"""Transforms by Arrow itself: Rename, Select, Drop, Extract, Combine, ClassNames, FilterNonEmpty.
+"""Transforms that run in Arrow: Rename, Select, Drop, Extract, Combine, ClassNames, FilterNonEmpty.
 
-No row becomes a Python object. Every `narrow` leaves out what the wanted columns do not need, so
-that `Rename(...) >> Combine(...)` before tokenizing reads two columns of a file with fifty.
+No row becomes a Python object. Every `narrow` leaves out what the wanted columns do not need. So
+`Rename(...) >> Combine(...)` before tokenizing reads two of a file's fifty columns.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Extract(ColumnTransform):
 
     `Extract({"answer": "choices.0.message.content", "last": "turns.-1"})`
 
-    A path goes through keys of structs and positions in lists, counted from the end where they are
+    A path goes through keys of structs and positions in lists, counted from the end if they are
     negative. A list that is too short gives null, as does anything inside a null. A new column
     replaces one of the same name.
 
@@ -204,14 +204,14 @@ class Combine(ColumnTransform):
 
     `Combine("text", "{question}\n{answer}")`
 
-    The format knows only `{column}`, and `{{` for a brace: no attributes, no positions, no
-    conversions, nothing that could run. Columns are text, numbers or booleans. The other columns
+    The format knows only `{column}`, and `{{` for a brace: it has no attributes, positions or
+    conversions, and nothing in it can run. Columns are text, numbers or booleans. The other columns
     stay; a column called `into` is replaced.
 
     Args:
         into: The column of text.
         template: The format.
-        null_as: What stands for a null; None makes the whole row null.
+        null_as: The text for a null; None makes the whole row null.
     """
 
     def __init__(self, into: str, template: str, *, null_as: str | None = None) -> None:
@@ -267,7 +267,7 @@ class Combine(ColumnTransform):
 
 
 class ClassNames(ColumnTransform):
-    """A transform that writes columns of classes as the names that `datasets` gives them.
+    """A transform that replaces class numbers by the names that `datasets` gives them.
 
     Args:
         names: The columns that have such names.
@@ -306,7 +306,7 @@ class FilterNonEmpty(ColumnTransform):
 
     `FilterNonEmpty("prompt", "answer")`
 
-    Null, text of white space alone and an empty list hold nothing; a number always holds something.
+    Null, blank text and an empty list hold nothing; a number always holds something.
     """
 
     drops = True
@@ -359,7 +359,7 @@ def column_names(names: tuple[str | Sequence[str], ...], of: str) -> tuple[str, 
 
 
 def _require_names(names: Mapping[str, str], of: str, fix: str) -> None:
-    """Raises ConfigError for what does not map names of columns."""
+    """Raises ConfigError if `names` does not map names of columns to names."""
     if not isinstance(names, Mapping) or not names:
         expected = "old and new names" if of == "Rename" else "names and paths"
         raise ConfigError(at=of, problem=f"expected {expected}, got {names!r}", fix=fix)
@@ -370,7 +370,7 @@ def _require_names(names: Mapping[str, str], of: str, fix: str) -> None:
 
 
 def _text(batch: pa.RecordBatch, column: str) -> pa.Array:
-    """Returns a column as text, in which classes have their names."""
+    """Returns a column as text, with the names of classes for their numbers."""
     array, classes = batch.column(column), classes_of(batch.schema.field(column))
     return (array if classes is None else named(array, classes)).cast(_TEXT)
 
@@ -432,7 +432,7 @@ def _position(step: str) -> int | None:
 
 
 def _item(array: pa.Array, position: int) -> pa.Array:
-    """Returns item `position` of every list; null where there is none."""
+    """Returns item `position` of every list; null if the list is too short."""
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.large_list(array.type.value_type))
     lengths = list_sizes(array)

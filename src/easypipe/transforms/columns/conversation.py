@@ -28,8 +28,8 @@ class Chat(ColumnTransform):
 
     `Chat("my-tokenizer") >> FilterNonEmpty("text")`
 
-    The result is text, so every token of it is trained. For a loss on the assistant's turns alone,
-    leave this out and name the column of messages as the dataset's content_field.
+    The result is text, so the loss counts every token of it. For a loss on the assistant's turns
+    alone, leave this out and name the column of messages as the dataset's content_field.
 
     Args:
         tokenizer: The tokenizer whose template and special tokens are used.
@@ -37,7 +37,7 @@ class Chat(ColumnTransform):
         tools: The column of their tools, if there is one.
         into: The column of text.
         chat_template: Another template, as a file or its text.
-        template_date: The day for templates that ask for today's.
+        template_date: The day for templates that ask for today's date.
 
     Raises:
         TokenizerError: There is no template, or it goes beyond its limits.
@@ -94,7 +94,7 @@ class Chat(ColumnTransform):
             else values_of(rows.batch.column(self.tools), keep=())
         )
         asked: list[Asked | Refused] = []
-        for talk, tool in zip(conversations, tools, strict=True):  # templates take whole rows
+        for talk, tool in zip(conversations, tools, strict=True):  # a template renders whole rows
             wrong = wrong_messages(talk) or wrong_tools(tool)
             row = {"messages": talk, "tools": tool or None}
             asked.append(row if wrong is None else Refused(*wrong))

@@ -2,8 +2,8 @@
 # (pyarrow creates the functions of its compute module at import)
 """Map, Filter and Expand: transforms that call a user's function, and checks of what it returns.
 
-A function takes a row as a dict and must be pure and safe to call from several threads: rows are
-transformed by whoever reads them, in any order, and again where they are read again. A row on which
+A function takes a row as a dict and must be pure and safe to call from several threads. Rows are
+transformed by whoever reads them, in any order, and again each time they are read. A row on which
 it raises is a bad row of its file: `on_error` decides what happens to it.
 """
 
@@ -32,7 +32,7 @@ from easypipe.transforms.columns.base import (
 )
 from easypipe.transforms.columns.types import column_types
 
-# what pyarrow raises for a value that is not of a type
+# the errors that pyarrow raises for a value that does not fit a type
 _CANNOT = (pa.ArrowException, ValueError, TypeError, OverflowError)
 
 
@@ -45,14 +45,14 @@ class Map(ColumnTransform):
         function: Takes a row as a dict and returns a mapping; or "module:function". Columns that it
             does not return stay as they are.
         columns: Types of the columns that it adds, or returns with another type: `string`, `int64`,
-            `list<string>`, ... A column that neither exists nor is named here is refused: the
-            schema is known before a row is read.
+            `list<string>`,... A column that neither exists nor is named here is refused, because
+            the schema is known before a row is read.
         batched: The function takes a pyarrow.RecordBatch instead and returns one, or a mapping of
-            columns, with as many rows. It must treat each row alone; the first batch is also given
-            to it cut in two, and a difference is an error.
+            columns, with as many rows. It must treat each row alone; the first batch is also passed
+            to it in two halves, and a difference is an error.
         version: Raise it when the function changes. Without one (here, or as an attribute `version`
-            of the function) nothing can know that it changed, so its results are not kept in the
-            token cache, and a warning says so.
+            of the function) a change cannot be noticed, so the results are not kept in the token
+            cache, and a warning says so.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Filter(ColumnTransform):
         shown = str(self.test)
         if "..." not in shown:
             return digest("filter", shown)
-        whole: Any = self.test.__reduce__()[1]  # as text, long lists lack their middle
+        whole: Any = self.test.__reduce__()[1]  # str() would leave out the middle of long lists
         return digest("filter", shown, hashlib.sha256(whole[0]).hexdigest())
 
     def columns(self, before: pa.Schema) -> pa.Schema:
@@ -247,18 +247,18 @@ class Filter(ColumnTransform):
 
 
 class Expand(ColumnTransform):
-    """A transform that makes several rows of one.
+    """A transform that makes several rows from one.
 
-    `Expand("turns", most=16)` makes a row of each item of a list.
+    `Expand("turns", most=16)` makes a row from each item of a list.
 
     Row numbers must follow from the file alone, whatever the rows hold: the i-th row of row r has
     number `r * most + i`. Numbers that stay unused are counted as `unfilled`, and every place that
     counts rows of the source counts `most` for each.
 
     Args:
-        by: A column of lists, whose items take its place; or a function of a row that returns rows
+        by: A column of lists, replaced by their items; or a function of a row that returns rows
             (each updates it, as in Map); or "module:function".
-        most: At most so many rows come of one; a row that gives more is a bad row.
+        most: The most rows that one row may become; a row that gives more is a bad row.
         columns: Types of what a function returns, as in Map.
         version: The version of a function, as in Map.
     """
@@ -352,7 +352,7 @@ def _called(
 ) -> Rows:
     """Calls a function for each row, and updates the row with each mapping that it returns.
 
-    A row on which it fails, or which gets a value that is not of its column's type, is a reject.
+    A row on which it fails, or which gets a value of the wrong type for its column, is a reject.
     """
     schema, most = transform.columns(rows.batch.schema), transform.fan_out
     made: list[Row] = []
@@ -401,7 +401,7 @@ def _called(
 
 
 def _fitted(values: list[Any], kind: pa.DataType) -> list[tuple[int, str]]:
-    """Returns which values are not of this type, and why; they are replaced by None."""
+    """Returns which values do not fit this type, and why; they are replaced by None."""
     try:
         as_array(values, kind)
         return []

@@ -53,7 +53,7 @@ class HoldOut(ColumnTransform):
 
     Args:
         options: The share, the seed, and which side is kept.
-        names: The columns whose values decide the side; they are those that are read.
+        names: The columns whose values decide the side; only they are read.
     """
 
     drops = True
@@ -94,7 +94,7 @@ def _texts(column: pa.Array) -> Iterator[bytes | memoryview]:
 
 
 def _json(columns: Sequence[pa.Array]) -> Iterator[bytes]:
-    """Yields the JSON of each row; where a row is one text (also JSON in a file), that text."""
+    """Yields the JSON of each row; if a row is one text (also JSON in a file), that text."""
     for values in zip(*(column.to_pylist() for column in columns), strict=True):
         whole = len(values) == 1 and isinstance(values[0], str)
         text = values[0] if whole else json.dumps(values, sort_keys=True, default=str)

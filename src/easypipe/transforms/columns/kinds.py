@@ -1,7 +1,7 @@
-"""Guesses what kind of rows a dataset holds, by columns and first rows; what a kind is called.
+"""Guesses what kind of rows a dataset holds, from columns and first rows; names the kinds.
 
-Names of columns are matched with what rows of a kind need. A match is a proposal with its reason;
-where two columns fit equally well there is none: only the user knows which one is meant.
+Names of columns are matched with what rows of a kind need. A match is a proposal with its reason.
+If two columns fit equally well, neither is proposed: only the user knows which one is meant.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE, is_list
 from easypipe.transforms.chat.columns import is_messages, is_text, values_of
 from easypipe.transforms.chat.sandbox import Json, Row
 
-LIKE = 85  # of 100: names less alike than this are not taken for each other
-NEAR = 3  # scores nearer than this are no difference
+LIKE = 85  # of 100: names that are less alike than this do not match
+NEAR = 3  # scores nearer than this count as equal
 
 How = Literal["given", "exact", "alias", "fuzzy", "only"]
 OTHERS = {
@@ -60,8 +60,8 @@ class Choice:
     Attributes:
         slot: The slot.
         column: The column.
-        how: `given` by the user, `exact` name, `alias`, `fuzzy` likeness, or the `only` column that
-            could be it.
+        how: `given` by the user, `exact` name, `alias`, `fuzzy` similarity, or the `only` column
+            that could be it.
         known: With `fuzzy`, the name that the column is like.
         score: With `fuzzy`, how alike they are, of 100.
     """
@@ -123,7 +123,7 @@ def match_columns(
         given: What the user has decided.
 
     Returns:
-        (choices, ties); None where a required slot has no column.
+        (choices, ties); the result is None if a required slot has no column.
     """
     chosen = {
         slot: Choice(slot=slot, column=column, how="given")
@@ -151,7 +151,7 @@ def match_columns(
 def _candidates(
     slot: Slot, columns: Sequence[str], how: Literal["exact", "alias", "fuzzy"]
 ) -> list[Choice]:
-    """Returns the columns whose names fit a slot, by one kind of likeness."""
+    """Returns the columns whose names fit a slot, by one kind of similarity."""
     known = {plain(name): name for name in (*slot.aliases, slot.name)}
     if how != "fuzzy":
         same = [
@@ -301,7 +301,7 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 
 
 CONTENT = ("content", "text", "value")  # keys under which messages of a role may have their text
-# the kinds, beside ShareGPT's, whose columns may hold messages of role and content
+# the kinds, besides ShareGPT's, whose columns may hold messages of role and content
 _CHAT_KINDS = ("messages", "preference", "unpaired", "prompt_completion", "prompts")
 
 
@@ -312,7 +312,7 @@ class Kind:
     Attributes:
         name: The kind.
         choices: Which column is what, and why.
-        ties: What two columns could be.
+        ties: The columns that fit a slot equally well.
         roles: Who speaks, in the order of the first rows.
         tools: Whether the first rows name or call tools.
         fields: The keys of messages that have other names than OpenAI's, as for the option
@@ -352,7 +352,7 @@ def guess_kind(
     """Guesses what rows with this schema are.
 
     Args:
-        rows: Some of the first rows, which tell who speaks, and what lists in JSON text hold.
+        rows: Some of the first rows, which show who speaks, and what lists in JSON text hold.
         kind: The kind, if the user has decided it.
         columns: The columns of slots that the user has decided; the guess is of the rest.
 
@@ -371,13 +371,13 @@ def guess_kind(
         }
         for name in kinds
     }
-    # A name that is merely alike says less than the exact one of another kind.
+    # A name that is merely alike is weaker evidence than the exact name of another kind.
     for fuzzy in (False, True):
         for name in kinds:
             found = match_columns(SLOTS[name], fitting[name], fuzzy=fuzzy, given=columns)
             if found is not None:
                 return _kind(name, found, rows)
-    # Conversations are known by their type; text may be anything where there are more columns.
+    # Conversations are known by their type; text may be anything if there are more columns.
     for name in ("messages", "sharegpt", "text"):
         sure = name != "text" or len(names) == 1 or kind == "text"
         if name in kinds and sure and len(only := fitting[name][SLOTS[name][0].name]) == 1:
@@ -402,7 +402,7 @@ def _holding(columns: Mapping[str, str], kinds: list[str], names: list[str]) -> 
 
 
 def _kind(name: str, found: Match, rows: Sequence[Row]) -> Kind:
-    """Returns the guess with what the first rows say of conversations."""
+    """Returns the guess, completed by what the first rows say about conversations."""
     choices, ties = found
     kind = Kind(name=cast(KindName, name), choices=choices, ties=ties)
     if name not in (*_CHAT_KINDS, "sharegpt"):
@@ -436,7 +436,7 @@ def _fields(messages: Sequence[Mapping[str, Json]]) -> Mapping[str, str]:
 
 
 def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
-    """Whether a column could be this slot by its type, or, for text, by its first rows."""
+    """Whether a column could fill this slot, by its type or, for text, by its first rows."""
     t = pa.types
     text = is_text(field.type)
     if kind == "tokens":
@@ -467,7 +467,7 @@ def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Row]) -> bool:
 
 
 def _conversations(rows: Sequence[Row], column: str) -> list[list[Json]]:
-    """Returns the conversations of a column: lists, or JSON of lists if all its text is that."""
+    """Returns the conversations of a column: its lists, or all its texts parsed as JSON lists."""
     found = [value for row in rows if (value := row.get(column))]
     if any(isinstance(value, str) for value in found):
         if not all(isinstance(value, str) and value.lstrip()[:1] == "[" for value in found):

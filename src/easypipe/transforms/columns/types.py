@@ -23,7 +23,7 @@ def column_types(
     """Returns {name: type}, each type as columns are kept: large strings, large lists.
 
     Raises:
-        ConfigError: A text is not a type; at the name of its column.
+        ConfigError: A text is not a type; the error names its column.
     """
     return {name: parse_type(kind, f"{at}.{name}") for name, kind in (columns or {}).items()}
 
@@ -32,7 +32,7 @@ def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
     """Returns the Arrow type that a text names.
 
     Raises:
-        ConfigError: It names none.
+        ConfigError: It is not the name of a type.
     """
     if isinstance(kind, pa.DataType):
         return plain_type(kind)
@@ -60,7 +60,7 @@ def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
 
 
 def _parts(text: str) -> list[str]:
-    """Splits a text at the commas that are inside no bracket."""
+    """Splits a text at the commas that are not inside a bracket."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "<") - (letter == ">")

@@ -1,4 +1,4 @@
-"""PromptConfig and FewShotConfig: how rows become text, what is trained, which options conflict."""
+"""PromptConfig and FewShotConfig: how rows become text, what is trained on, option conflicts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_message_fields(fields: Mapping[str, str] | None) -> None:
 
 @config
 class FewShotConfig:
-    """Solved examples before every row; none of their tokens is trained.
+    """Solved examples before every row; none of their tokens counts in the loss.
 
     Args:
         examples: Examples, as dicts with the columns of the format; every row gets all of them, in
@@ -122,27 +122,27 @@ class FewShotConfig:
 
 @config
 class PromptConfig:
-    r"""How a row becomes a text, and which of its characters are trained.
+    r"""How a row becomes a text, and which of its characters are trained on.
 
     Args:
-        format_type: "chat" (or "openai"): messages of role and content, tool calls too, through a
-            chat template; "sharegpt": the same from lists of `from` and `value`; "alpaca":
-            instruction, input (may be empty) and output; "custom": your template;
-            "prompt_completion": two columns, one after the other; "text": a column as it is, all of
-            it trained.
+        format_type: "chat" (or "openai"): messages of role and content, with or without tool calls,
+            through a chat template; "sharegpt": the same from lists of `from` and `value`;
+            "alpaca": instruction, input (may be empty) and output; "custom": your template;
+            "prompt_completion": two columns in turn; "text": one unchanged column, all of which is
+            trained on.
         template: For messages a chat template: a file, its text, or the name of a built-in one
             (chatml, plain, zephyr, alpaca); None takes the tokenizer's own. For "custom" a file or
-            a text, with `{column}` or in Jinja2. The other formats have none.
+            a text, with `{column}` or in Jinja2. The other formats have no template.
         input_columns: The columns that are read besides the label: for messages the column that
             holds them, for "custom" the columns that the template names.
-        label_column: The column that is trained; "custom" without one trains all. For messages, the
-            column of the messages that answer the conversation in input_columns.
+        label_column: The column that is trained on; "custom" without one trains on the whole text.
+            For messages, the column of the messages that answer the conversation in input_columns.
         rejected_column: The column of the answer that was not preferred; makes pairs of rows for
-            train.preference. The second row of a pair has it in place of the label (for "text", and
-            messages without a label, of the column itself). For "text", and messages with train_on
-            "completion", the common beginning is the prompt.
-        desirable_column: The column (true or false) that says whether the answer is a desirable
-            one, for train.preference with the losses kto and apo_zero_unpaired.
+            train.preference. The second row of a pair has it in place of the label. For "text", and
+            for messages without a label, it replaces the column itself. For "text", and for
+            messages with train_on "completion", the common beginning is the prompt.
+        desirable_column: The column (true or false) that says whether the answer is desirable, for
+            train.preference with the losses kto and apo_zero_unpaired.
         tools_column: For messages, the column of tools; None takes the column `tools`, if there is
             one.
         roles: For "sharegpt", the role of each value of `from`: {"bot": "assistant"}. It adds to
@@ -150,33 +150,34 @@ class PromptConfig:
         message_fields: Maps the keys of your messages to OpenAI's (role, content, tool_calls,
             reasoning_content, train, train_ranges, weight), and to the `text` of typed parts:
             {role: from, content: value}.
-        system_prompt: For messages, the system message of conversations without one; else text
+        system_prompt: For messages, the system message of conversations without one; otherwise text
             before the row, followed by an empty line.
         few_shot: Examples before every row.
-        train_on: For messages `assistant` (the default), `last_assistant`, `completion` (the last
-            message, if it is the assistant's; with a label_column, where it is the default, all
-            that the template writes after the prompt) or `all`; a message's own `train` (true or
-            false) overrides it. Else `completion` (the default if there is a label) or `all`.
-        roles_to_train: For messages, the roles whose turns are trained: `assistant` (what train_on
-            `assistant` means), `user`, `system`, `tool`, `developer`. For other roles than the
-            assistant, the content is trained, and the end of the turn if the assistant's turns end
+        train_on: For messages, `assistant` (the default), `last_assistant`, `completion` or `all`.
+            `completion` is the last message, if it is the assistant's; with a label_column it is
+            the default, and means all that the template writes after the prompt. A message's own
+            `train` (true or false) overrides train_on. For other formats, `completion` (the default
+            if there is a label) or `all`.
+        roles_to_train: For messages, the roles whose turns are trained on: `assistant` (what
+            train_on `assistant` means), `user`, `system`, `tool`, `developer`. For roles other than
+            the assistant, this is the content, and the end of the turn if the assistant's turns end
             in the same way. A message's own `train` overrides it for any role; with an empty list,
-            only messages with `train` are trained.
-        train_on_eos: Whether the end of a trained turn (`<|im_end|>`, EOS) is trained too: of every
-            `turn` (default), the `last` one, or `none`; for a text completion, its EOS.
+            only messages with `train` are trained on.
+        train_on_eos: Whether the end of a trained turn (`<|im_end|>`, EOS) is trained on too: of
+            every `turn` (default), the `last` one, or `none`; for a text completion, its EOS.
         template_date: The day (2026-01-31) for templates that ask for today's date; None refuses
             rows of such templates.
         chat_template_kwargs: Variables of the template besides messages, as in
             `apply_chat_template` of transformers: {enable_thinking: false}. A row's column
             `chat_template_kwargs` overrides it.
         reasoning: What happens to the reasoning of messages (`reasoning_content`, or `<think>` in
-            their content). `keep` (default): it is trained where the template prints it. `mask`: it
-            is in the context, but no target. `per_turn`: each trained turn becomes a sample that
-            ends with it, so that the reasoning that templates drop from earlier turns is trained;
-            turns that a later sample renders in the same way are trained there.
+            their content). `keep` (default): it is trained on where the template prints it. `mask`:
+            it is in the context, but is not a target. `per_turn`: each trained turn becomes a
+            sample that ends with it, so that the reasoning that templates drop from earlier turns
+            is trained on. Turns that a later sample renders in the same way are trained on there.
         train_empty_thinking: Whether the empty reasoning block that templates of reasoning models
-            write before an answer (`<think>\n\n</think>`) is trained; None means True, as in TRL's
-            training templates. If a template has generation markers, they decide.
+            write before an answer (`<think>\n\n</think>`) is trained on; None means True, as in
+            TRL's training templates. If a template has generation markers, they decide.
     """
 
     format_type: FormatType = "chat"
@@ -305,7 +306,7 @@ class PromptConfig:
         )
 
     def _check_ends(self) -> None:
-        """Checks train_on_eos and reasoning, which need turns or answers that are trained."""
+        """Checks train_on_eos and reasoning, which need turns or answers that are trained on."""
         every = self.train_on == "all" or (
             self.format_type in CHAT_FORMATS and self.trains_behind_prompt
         )
@@ -336,12 +337,12 @@ class PromptConfig:
 
     @property
     def inputs(self) -> Sequence[str]:
-        """input_columns, or the format's own where none are given."""
+        """input_columns, or the format's own if none are given."""
         return self.input_columns or DEFAULT_COLUMNS[self.format_type][0]
 
     @property
     def label(self) -> str | None:
-        """label_column, or the format's own."""
+        """label_column, or the format's own if it is not given."""
         return self.label_column or DEFAULT_COLUMNS[self.format_type][1]
 
     @property
@@ -359,7 +360,7 @@ class PromptConfig:
 
     @property
     def trains_behind_prompt(self) -> bool:
-        """Whether everything that follows the prompt of messages is trained, whoever says it."""
+        """Whether everything that follows the prompt of messages is trained on, for any speaker."""
         answers = self.label is not None or self.shares_prompt
         chosen = self.train_on if self.roles_to_train is None else "assistant"
         return answers and chosen in (None, "completion")

@@ -38,11 +38,11 @@ class FewShot:
             columns: The columns that every example must have.
             plain: Returns a row in the form in which rows are compared.
             write: Returns examples in the form in which they are put before rows.
-            fix: What helps where an example is refused.
+            fix: The advice if an example is refused.
 
         Raises:
             ConfigError: An example is not a sample or lacks columns, or there are too few.
-            SourceError: The file holds other things than rows.
+            SourceError: The file holds something other than rows.
         """
         self.separator, self._count, self._seed = config.separator, config.count, config.seed
         pool: Sequence[Row] = config.examples
@@ -84,7 +84,7 @@ class FewShot:
     def of(self, row: Row) -> list[Json]:
         """Returns the examples of a row as they were written, in their order.
 
-        A drawn example is never of a row that equals this one.
+        A drawn example never equals this row.
         """
         if self._count is None:
             return list(self._examples)

@@ -22,7 +22,7 @@ class Writer(Protocol):
 
     Attributes:
         columns: The columns that it reads.
-        identity: JSON of what decides the texts beside rows.
+        identity: JSON of what decides the texts besides the rows.
     """
 
     columns: tuple[str, ...]
@@ -35,7 +35,7 @@ def pieces_of(template: str, at: str = "template") -> list[str]:
     """Splits a template into text, column, text, column, ..., text.
 
     Raises:
-        ConfigError: A brace belongs to no field.
+        ConfigError: A brace is not part of a field.
     """
     pieces = _FIELD.split(template)
     for piece in pieces[::2]:
@@ -54,14 +54,14 @@ class FieldTemplate:
     """A writer of rows by a template with `{column}`s.
 
     Args:
-        pieces: The template, see `pieces_of`.
-        inputs: The columns that it must name; empty: those that it names.
-        label: The column that is trained, if there is one.
-        everything: Whether all of the text is trained, not the label alone.
+        pieces: The template, as `pieces_of` returns it.
+        inputs: The columns that it must name; if empty, the columns that it does name.
+        label: The column that is trained on, if there is one.
+        everything: Whether all of the text is trained on, not only the label.
         at: The key path of the template, for errors.
 
     Raises:
-        ConfigError: The template names other columns, not all, or the label twice.
+        ConfigError: The template names other columns or omits some, or names the label twice.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class FieldTemplate:
         self.identity: Identity = [list(pieces), label, everything]
 
     def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        """Writes rows as texts, trained from the label to the end.
+        """Writes rows as texts, in which the span from the label to the end is trained on.
 
-        What follows the label there is how an answer ends.
+        The text that follows the label in the template is how an answer ends.
         """
         return [self._written(row) for row in rows]
 
@@ -130,9 +130,9 @@ class FieldTemplate:
 
 
 class AlpacaTemplate:
-    """A writer with one template for rows with an input, and one for those without (null or empty).
+    """A writer with one template for rows with an input, and one for an empty or null input.
 
-    Its columns are instruction, input, output.
+    Its columns are instruction, input and output.
     """
 
     def __init__(self, without: FieldTemplate, with_input: FieldTemplate) -> None:
@@ -151,7 +151,7 @@ class AlpacaTemplate:
 def text_of(value: Json, name: str) -> str | Refused:
     """Returns a value as people would write it.
 
-    Text stays as it is, numbers are digits, and objects, lists and booleans are JSON.
+    Text stays unchanged, numbers are digits, and objects, lists and booleans are JSON.
     """
     if isinstance(value, str):
         return value

@@ -1,4 +1,4 @@
-"""FillInTheMiddle: writes a share of documents as prefix, suffix and middle; the tokens for it."""
+"""FillInTheMiddle: writes a share of documents as prefix, suffix and middle, with its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
-# The names that models in use have for the tokens before the prefix, the suffix and the middle.
+# The names that published models have for the tokens before the prefix, the suffix and the middle.
 KNOWN = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -30,10 +30,10 @@ class FillInTheMiddle(ColumnTransform):
 
     `FillInTheMiddle("my-tokenizer", rate=0.5)`
 
-    PSM writes PRE prefix SUF suffix MID middle, SPM writes PRE SUF suffix MID prefix middle
-    (Bavarian et al., Efficient Training of Language Models to Fill in the Middle, 2022, the second
-    variant of SPM). Cuts may be between any two characters; nothing is lost: see `restored`. Empty
-    documents, and those that hold one of the tokens already, stay as they are.
+    PSM writes PRE prefix SUF suffix MID middle; SPM writes PRE SUF suffix MID prefix middle. This
+    is the second variant of SPM of Bavarian et al., Efficient Training of Language Models to Fill
+    in the Middle, 2022. Cuts may be between any two characters. Nothing is lost: see `restored`.
+    Empty documents, and documents that already hold one of the tokens, are not changed.
 
     Args:
         tokenizer: The tokenizer whose special tokens are written.
@@ -41,8 +41,8 @@ class FillInTheMiddle(ColumnTransform):
         spm_rate: The share of those that are SPM.
         seed: Decides, with the text itself, which documents are cut, and where.
         column: The column of text.
-        tokens: The special tokens before prefix, suffix and middle, where the tokenizer has other
-            names for them than known models.
+        tokens: The special tokens before prefix, suffix and middle, if the tokenizer's names for
+            them differ from those of known models.
 
     Raises:
         TokenizerError: The tokenizer lacks the tokens.
@@ -142,7 +142,7 @@ class FillInTheMiddle(ColumnTransform):
         return f"{self.prefix}{before}{self.suffix}{behind}{self.middle}{gap}"
 
     def restored(self, text: str) -> str:
-        """Returns the document that `turned` made this text of."""
+        """Returns the document from which `turned` made this text."""
         if not text.startswith(self.prefix) or self.suffix not in text or self.middle not in text:
             return text
         before, _, rest = text.removeprefix(self.prefix).partition(self.suffix)

@@ -43,28 +43,29 @@ from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
-TOOLS = "tools"  # the column of tools, where none is named
-# the column with what a row's template sees beside messages and tools
+TOOLS = "tools"  # the column of tools, if none is named
+# the column with what a row's template sees besides messages and tools
 KWARGS = "chat_template_kwargs"
 SYSTEM = "system"  # the column of system prompts that conversations and Alpaca rows may have
-# columns that say by true or false whether an answer is a good one: unpaired preferences
+# columns that say by true or false whether an answer is good: unpaired preferences
 VERDICTS = ("label", "kto_tag")
 SHARED = "easypipe shared"  # key of a row of a pair: how much of its beginning both answers share
 
 
-# Every format has these attributes: `columns` are those that every row has, `optional` those that
-# are read where they exist. `raw` says that no template of a tokenizer writes the texts, so that
-# its special tokens surround them. `kind` and `identity` are what decides texts and spans beside
+# Every format has these attributes. Every row has the `columns`; the `optional` ones are read if
+# they exist. `raw` says that no template of a tokenizer writes the texts, so that its special
+# tokens are put around them. `kind` and `identity` are what decides texts and spans besides the
 # rows, for encoding keys. `accepts` says whether a column that it reads can have a type. `render`
-# raises HostileTemplateError, whose `row` numbers one of its rows.
+# raises HostileTemplateError with the number of one of its rows as `row`.
 
 
 class ChatFormat:
     """The format of messages that a chat template writes.
 
     Args:
-        refuse: Strings that no message may hold, since the template writes the special tokens.
-        trim: The lengths for which oldest turns are left out; None leaves none out.
+        refuse: Strings that no message may hold, because the template itself writes these special
+            tokens.
+        trim: The lengths to which conversations are cut by leaving out the oldest turns, or None.
     """
 
     kind, raw = "chat", False
@@ -158,7 +159,7 @@ class ChatFormat:
         tokenizer: Tokenizer,
         room: int,
     ) -> list[list[Rendered | Refused]]:
-        """Returns what `render` made of rows, cut between turns if over `room` tokens."""
+        """Returns the output of `render`, cut between turns if it has over `room` tokens."""
         return split_at_turns(
             self.template, found, lambda i: self.request(rows[i]), tokenizer, room
         )
@@ -210,7 +211,7 @@ class ChatFormat:
         return whole
 
     def shared(self, one: Json, other: Json) -> int:
-        """Returns how many messages both conversations begin with; 0 if one is none."""
+        """Returns how many first messages two conversations share; 0 if one is not a list."""
         pair = self._talk(one), self._talk(other)
         return num_shared(*pair) if all(isinstance(talk, list) for talk in pair) else 0
 
@@ -223,9 +224,9 @@ class ChatFormat:
         return self._reader.translated([value] if isinstance(value, dict) else value)
 
     def _joined(self, row: Row) -> Json:
-        """Returns the messages of a row, with its answer where that is in a column of its own.
+        """Returns the messages of a row, with its answer if that is in a column of its own.
 
-        Refused where one of the two holds no messages.
+        The row is refused if one of the two holds no messages.
         """
         talk = self._talk(row[self._messages])
         if self._answer is None:
@@ -237,7 +238,7 @@ class ChatFormat:
         return [*talk, *answer]
 
     def _example(self, talk: Json) -> list[Message] | Refused:
-        """Returns the messages of an example, none of them trained.
+        """Returns the messages of an example; none of them is trained on.
 
         Its system message is left out, since the row has one.
         """
@@ -261,7 +262,7 @@ def _kwargs_of(row: Row) -> Message | Refused:
 
 
 def _system_of(row: Row, column: str | None) -> str | Refused | None:
-    """Returns the row's own system prompt; None where it has none."""
+    """Returns the row's own system prompt, or None."""
     system = None if column is None else row.get(column)
     if system is not None and not isinstance(system, str):
         return Refused("not_a_string", f"column {column!r}: {system!r:.80} is not text")
@@ -269,13 +270,13 @@ def _system_of(row: Row, column: str | None) -> str | Refused | None:
 
 
 class TemplateFormat:
-    """The format of rows that a template of columns writes, with what is put before all of them.
+    """The format of rows that a template of columns writes, with a prefix for all of them.
 
-    The template has `{column}`s, or is in Jinja2.
+    The template has `{column}`s, or is written in Jinja2.
 
     Args:
         names: Special tokens that Jinja templates may print.
-        lengths: The lengths whose budgets columns are cut to; None cuts none.
+        lengths: The lengths whose budgets columns are cut to, or None.
     """
 
     raw = True
@@ -375,8 +376,8 @@ class TemplateFormat:
     def _behind(self, one: Rendered, row: Row, system: str | None) -> Rendered:
         """Returns the text with the system prompt and examples before it.
 
-        Nothing of the examples is trained, and of the system prompt what train_on `all` asks for.
-        The BOS that a template writes before each of them is kept once, before all.
+        Nothing of the examples is trained on; the system prompt is if train_on is `all`. The BOS
+        that a template writes before each of them is kept once, at the start.
         """
         front = self._front if system is None else f"{system}\n\n"
         if self._few_shot is not None:
@@ -391,10 +392,10 @@ class TemplateFormat:
 
 
 class TextFormat:
-    """The format of one column of text, taken as it is; every token is trained."""
+    """The format of one unchanged column of text; every token is trained on."""
 
     kind, raw, optional = "text", True, ()
-    identity: Identity = ()  # it decides nothing
+    identity: Identity = ()  # no option affects it
 
     def __init__(self, column: str) -> None:
         self.columns = (column,)
@@ -419,7 +420,7 @@ class TextFormat:
 def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool) -> Writer:
     """Returns the writer of a config; `names` are special tokens that Jinja may print."""
     inputs, label = config.inputs, config.label
-    if config.format_type == "text":  # of a pair, both of whose answers begin with the prompt
+    if config.format_type == "text":  # a pair whose answers both begin with the prompt
         return FieldTemplate(["", inputs[0], ""], (), inputs[0], everything=False)
     if config.format_type == "prompt_completion":
         return FieldTemplate(
@@ -457,17 +458,18 @@ def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool)
 class JinjaTemplate:
     """A writer of rows by a Jinja template that sees their columns as variables.
 
-    The config's label is the column that is trained, found where the template prints it, and
-    proven. Without a label, `{% generation %}` markers say what is trained, or else everything is.
+    The config's label is the column that is trained on. It is found where the template prints it,
+    and this place is proven. Without a label, `{% generation %}` markers say what is trained on;
+    without markers, everything is.
 
     Args:
         source: The template.
         names: As in ChatTemplate.
-        everything: Whether all of the text is trained.
+        everything: Whether all of the text is trained on.
         origin: Where the template is from, for errors.
 
     Raises:
-        HostileTemplateError: The template goes beyond its limits, when it writes.
+        HostileTemplateError: The template exceeds its limits when it writes.
     """
 
     def __init__(
@@ -496,7 +498,7 @@ class JinjaTemplate:
         return answers_of(self._spec, [self._request(row) for row in rows], self._origin)
 
     def _request(self, row: Row) -> Row | Refused:
-        """Returns what the template sees of a row; the label as text."""
+        """Returns the variables that the template gets from a row; the label as text."""
         fields = {name: row[name] for name in self.columns}
         if self._label is not None:
             said = fields[self._label] = text_of(row[self._label], self._label)

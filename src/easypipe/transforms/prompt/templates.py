@@ -1,7 +1,7 @@
 """The built-in chat templates by name, and the wording of Alpaca's prompts.
 
-Each template marks what the assistant says, so that spans need no proof. A stop that a tokenizer
-has no token for is text like any other; what ends turns is always written, and always trained.
+Each template marks what the assistant says, so that spans need no proof. A stop that is not a token
+of the tokenizer is ordinary text. What ends turns is always written, and always trained on.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _TURNS = (
 def _turns(system: str, user: str, assistant: str, *, after: str) -> str:
     """Returns a template of three headers.
 
-    `after`, a Jinja expression, follows every turn but the assistant's, which EOS ends.
+    `after`, a Jinja expression, follows every turn except the assistant's, which ends with EOS.
     """
     values = {
         "SYSTEM": repr(system),
@@ -112,8 +112,8 @@ CHAT_TEMPLATES = {
     "alpaca": _turns("", "### Instruction:\n", "### Response:\n", after="'\\n\\n'"),
 }
 
-# The two prompts of the Alpaca data set (github.com/tatsu-lab/stanford_alpaca), on whose exact
-# words models were tuned.
+# The two prompts of the Alpaca data set (github.com/tatsu-lab/stanford_alpaca); models were tuned
+# on exactly these words.
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n"

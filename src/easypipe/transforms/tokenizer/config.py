@@ -1,4 +1,4 @@
-"""TokenizerConfig: options of a tokenizer, widths of padding, and which a dataset sets itself."""
+"""TokenizerConfig: options of a tokenizer, padding widths, and options that a dataset may set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_padding(rule: Padding) -> None:
     """Checks that widths are valid and that the options do not contradict each other.
 
     Raises:
-        ConfigError: They do.
+        ConfigError: A width is not valid, or two options contradict each other.
     """
     multiple, buckets = rule.pad_to_multiple_of, rule.length_buckets
     require(
@@ -79,7 +79,7 @@ def check_padding(rule: Padding) -> None:
 
 
 def length_limit(config: TokenizerConfig) -> int | None:
-    """Returns the most tokens of a document, special tokens included; None cuts none."""
+    """Returns the most tokens that a document may have, with special tokens; None: no limit."""
     return config.max_length if config.truncation else None
 
 
@@ -88,9 +88,9 @@ class TokenizerConfig:
     """A tokenizer, and how it encodes a text.
 
     Args:
-        name_or_path: A tokenizer.json, a folder that holds one, or a Hub name; what looks like a
-            path is never looked up on the Hub.
-        max_length: Most tokens of a document, special tokens included; None keeps all.
+        name_or_path: A tokenizer.json, a folder that holds one, or a Hub name; a name that looks
+            like a path is never looked up on the Hub.
+        max_length: The most tokens of a document, special tokens included; None keeps all.
         truncation: False keeps documents longer than max_length, which then is only the width for
             padding="max_length".
         padding: How rows that are not packed are padded: to the "longest" of the batch (also True)
@@ -100,14 +100,16 @@ class TokenizerConfig:
         pad_to_multiple_of: With "longest", round the width up to a multiple of this, so that there
             are fewer shapes.
         length_buckets: Widths (ascending): every batch gets the first one that holds its longest
-            row; a longer row is an error. A number instead chooses so many widths from the lengths
-            of all documents, with the least padding; the last is that of the longest document.
-        add_special_tokens: Add what the tokenizer's own post-processor adds.
+            row; a longer row is an error. If a number is given instead, that many widths are chosen
+            from the lengths of all documents, with the least padding; the last is that of the
+            longest document.
+        add_special_tokens: Whether to add what the tokenizer's own post-processor adds.
         special_strings: What happens to strings such as "<|endoftext|>" in raw text: "allow" makes
             them special tokens, counted in the ledger; "escape" makes them ordinary text; "error"
             makes the row a bad row.
-        return_attention_mask: Add `attention_mask` to batches (1 for a token, 0 for padding).
-        trust_remote_code: Refused; easypipe reads tokenizer.json files, which hold no code.
+        return_attention_mask: Whether batches have an `attention_mask` (1 for a token, 0 for
+            padding).
+        trust_remote_code: Refused, because easypipe reads tokenizer.json files, which hold no code.
         backend: "auto" uses gigatoken if a check found it equal; "gigatoken" raises an error if it
             cannot be used; "tokenizers" is the reference.
     """
@@ -153,7 +155,7 @@ class TokenizerConfig:
         )
 
 
-# These options of a tokenizer may be set by a dataset, in our words or those of transformers.
+# These options of a tokenizer may be set by a dataset, by our names or those of transformers.
 
 
 USE_FAST = "use_fast"  # the option of transformers
@@ -166,8 +168,8 @@ def with_options(tokenizer: TokenizerConfig | str, options: Settings | None) -> 
     as there is no slow tokenizer here.
 
     Raises:
-        ConfigError: A key is unknown, a value is wrong, or `name_or_path` is given, which would be
-            another tokenizer.
+        ConfigError: A key is unknown, a value is wrong, or `name_or_path` is given, which would
+            name another tokenizer.
     """
     config = TokenizerConfig(name_or_path=tokenizer) if isinstance(tokenizer, str) else tokenizer
     if not options:

@@ -1,4 +1,4 @@
-"""FastEngine: gigatoken, the fast tokenizer, for columns; when its memory is given back."""
+"""FastEngine: gigatoken, the fast tokenizer, for columns; when its memory is released."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from easypipe.core.text import bytes_of
 from easypipe.core.values import Int64
 
 # gigatoken remembers every word it meets: random text costs six times its size in memory. A new
-# tokenizer (0.1 s) gives the memory back; one is made when both limits are passed.
+# tokenizer (0.1 s) releases the memory; one is made when both limits are passed.
 GROWN_BYTES = 48 << 20  # growth of this process's anonymous memory, whatever caused it
-# processor time beyond what known words take: new words are slow, and it is they that are
-# remembered
+# processor time beyond what known words take: only new words are slow, and only they are remembered
 SLOW_S = 0.2
 KNOWN_S_PER_BYTE = 10e-9  # text of known words takes 3 to 10 ns a byte, random text 40
-BLIND_BYTES = 128 << 20  # of text, where the system does not tell how much memory a process has
+BLIND_BYTES = 128 << 20  # of text, for systems that do not tell how much memory a process has
 
 
 @functools.cache  # reading a package's metadata takes milliseconds
@@ -92,7 +91,7 @@ class FastEngine:
         )
 
     def _take(self) -> _Engine:
-        """Returns a tokenizer that no other caller uses, a new one when its memory has grown."""
+        """Returns a tokenizer that no other caller uses: a new one if its memory has grown."""
         with self._lock:
             now = anonymous_bytes()
             self._least = min(self._least, now)
@@ -109,7 +108,7 @@ class FastEngine:
         return engine
 
     def _load(self) -> _Engine:
-        # with awkward it takes a quarter of a second to import: only those who encode pay it
+        # with awkward it takes a quarter of a second to import: only callers that encode pay for it
         import gigatoken
 
         return _Engine(gigatoken.Tokenizer.from_json(self._definition))
@@ -133,9 +132,9 @@ def engine_of(definition: str) -> FastEngine:
 
 
 def _trim() -> None:
-    """Hands freed memory back to the system where its C library (glibc) keeps it.
+    """Returns freed memory to the system if its C library (glibc) keeps it.
 
-    It is a fifth of a gigabyte here.
+    That is a fifth of a gigabyte here.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -143,9 +142,9 @@ def _trim() -> None:
 
 
 def anonymous_bytes() -> int:
-    """Returns how much memory of this process no file backs.
+    """Returns how much memory of this process is not backed by a file.
 
-    0 where the system does not tell; then only the amount of text counts.
+    0 if the system does not tell; then only the amount of text counts.
     """
     try:
         with open("/proc/self/statm", "rb") as file:

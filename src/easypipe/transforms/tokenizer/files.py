@@ -37,7 +37,7 @@ _FURTHER = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
-Json = Any  # what tokenizer_config.json may hold; it is checked before it is used
+Json = Any  # the values in tokenizer_config.json; they are checked before they are used
 Options = Mapping[str, Json]
 
 
@@ -46,7 +46,7 @@ class DeclaredToken(NamedTuple):
 
     Attributes:
         content: Its string.
-        number: Its id, where the file says it.
+        number: Its id, if the file says it.
         special: Whether it is a special token.
         flags: Options of `tokenizers.AddedToken`.
     """
@@ -95,7 +95,7 @@ def find_tokenizer(name_or_path: str) -> TokenizerFiles:
 
 
 def content_of(token: Json) -> Json:
-    """Returns the string of a token, which some files put into an object of its own."""
+    """Returns the string of a token; some files put it into an object."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -131,7 +131,7 @@ def _declared(token: Json, number: int | None) -> DeclaredToken | None:
 
 
 def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
-    """Reads a tokenizer's chat template: chat_template.jinja, else from tokenizer_config.json.
+    """Reads a tokenizer's chat template from chat_template.jinja or tokenizer_config.json.
 
     Returns:
         (template, another one for rows with tools or None, where it was found).
@@ -174,9 +174,9 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
 
 
 def find_end_tokens(name_or_path: str) -> tuple[int, ...]:
-    """Reads which tokens end what a model writes, from generation_config.json beside its tokenizer.
+    """Reads from generation_config.json, next to a tokenizer, which tokens end a model's text.
 
-    Returns () where there is none; where the Hub cannot be asked for it, with a warning.
+    Returns () if the file does not exist, or, with a warning, if the Hub cannot be asked for it.
 
     Raises:
         TokenizerError: The file is not a JSON object.
@@ -195,7 +195,7 @@ def find_end_tokens(name_or_path: str) -> tuple[int, ...]:
 
 
 def _beside(name_or_path: str, file: str) -> Path | None:
-    """Returns the path of a file beside a tokenizer; None where a Hub repository has none."""
+    """Returns the path of a file next to a tokenizer; None if a Hub repository lacks it."""
     path = Path(os.path.expanduser(name_or_path))
     if os.path.exists(path) or _looks_like_path(name_or_path):
         return (path if os.path.isdir(path) else path.parent) / file
@@ -240,7 +240,7 @@ def _read(path: Path, folder: Path) -> TokenizerFiles:
         "Give a tokenizer.json in UTF-8.",
         (OSError, UnicodeDecodeError),
     ):
-        # The file has megabytes, and reading it as text would look for line ends.
+        # The file has megabytes, and reading it as text would search for line ends.
         definition = _decoded(path.read_bytes())
     return TokenizerFiles(definition, _options(folder / "tokenizer_config.json"), str(path))
 
@@ -251,7 +251,7 @@ _kept: tuple[bytes, str] = b"", ""
 def _decoded(raw: bytes) -> str:
     """Decodes the bytes of a file, and keeps the last text.
 
-    Returning the same object again saves milliseconds of hashing in caches that are keyed by it.
+    Returning the same object again saves milliseconds of hashing in caches whose key it is.
     """
     global _kept
     kept = _kept
@@ -261,7 +261,7 @@ def _decoded(raw: bytes) -> str:
 
 
 def _options(path: Path | None) -> Options:
-    """Reads a JSON object, such as tokenizer_config.json; {} where there is none."""
+    """Reads a JSON object, such as tokenizer_config.json; {} if there is no file."""
     if path is None or not os.path.isfile(path):
         return {}
     with raising(
@@ -280,7 +280,7 @@ def _options(path: Path | None) -> Options:
 
 
 def _from_hub(name: str) -> TokenizerFiles:
-    """Downloads a tokenizer from the Hub; its TokenizerError tells the cause and what helps."""
+    """Downloads a tokenizer from the Hub; its TokenizerError says the cause and what helps."""
     from huggingface_hub import hf_hub_download  # slow to import, and only needed for names
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -336,7 +336,7 @@ def _from_hub(name: str) -> TokenizerFiles:
 
 
 def _optional_from_hub(name: str, file: str) -> Path | None:
-    """Downloads a file of a repository; returns None where the repository does not have it."""
+    """Downloads a file of a repository; returns None if the repository does not have it."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 

@@ -1,10 +1,10 @@
 """LengthPolicy: where documents over max_length are cut, at which boundary, with what overlap.
 
-Masks are made of whole texts and are cut with their tokens.
+Masks are made from whole texts and are cut with their tokens.
 
 In this file:
-    content: A document without the special tokens before it (BOS) and behind it, which stay
-        whatever is cut.
+    content: A document without the special tokens before it (BOS) and after it, which stay wherever
+        it is cut.
     room: The most tokens of content: max_length less those special tokens.
     edge: A place between two tokens at which a sentence, a clause or a word ends.
 """
@@ -47,18 +47,18 @@ class LengthPolicy:
     Args:
         policy: "error" makes them bad rows; "drop" leaves them out; "keep_start" and "keep_end"
             keep the start or the end; "middle" keeps both ends, half of the length each; "split"
-            makes several documents; "trim_oldest_turns" removes whole turns of a conversation, the
-            oldest first, but never the system prompt or the last turn; "trim_prompt_first" removes
+            makes several documents. "trim_oldest_turns" removes whole turns of a conversation, the
+            oldest first, but never the system prompt or the last turn. "trim_prompt_first" removes
             the beginning of the part before the first trained token, and cuts trained tokens at
             their end only if that is not enough.
-        overlap: With "split", tokens of the previous document that each document begins with, as
-            context; they are not trained again. With 0, the first token of each document is not
-            trained.
+        overlap: With "split", the number of tokens of the previous document that each document
+            begins with, as context; they are not trained on again. With 0, the first token of each
+            document is not trained on.
         boundary: Cut at the end of a sentence, a clause (or sentence) or a word, if at least half
-            of the length stays; else at the end of the next smaller unit, and at any token if no
-            word ends.
-        budgets: Most tokens of single columns of a prompt (not the label): {"context": 512}. Longer
-            ones are cut at their end before the prompt is rendered.
+            of the length stays; otherwise at the end of the next smaller unit, or at any token if
+            no word ends.
+        budgets: The most tokens of single columns of a prompt (not the label): {"context": 512}.
+            Longer ones are cut at their end before the prompt is rendered.
     """
 
     policy: Literal[
@@ -128,10 +128,10 @@ class Lengths:
 
     @property
     def masks(self) -> bool:
-        """Whether texts whose tokens are all targets need a mask nevertheless.
+        """Whether texts whose tokens are all targets nevertheless need a mask.
 
-        They do for an overlap, and for the tokenizer's own EOS, which also stands behind pieces
-        whose text goes on.
+        They do for an overlap, and for the tokenizer's own EOS, which also follows pieces whose
+        text continues.
         """
         return self.policy.overlap > 0 or (
             self.policy.policy == "split" and bool(self.tokenizer.surrounding[1])
@@ -139,7 +139,7 @@ class Lengths:
 
     @property
     def identity(self) -> Identity:
-        """The part of the encoding key that stands for the policy, with a version."""
+        """The policy's part of the encoding key, with a version."""
         # Version 2: packing ends no document inside a text, and a boundary leaves at least one
         # token. Version 3: nor does the tokenizer's own EOS end one there.
         masked = self.masks and not self.policy.overlap
@@ -171,20 +171,20 @@ class Lengths:
 
 
 class Shaped(NamedTuple):
-    """m documents that were made of n encoded texts.
+    """m documents made from n encoded texts.
 
     Attributes:
         offsets: Int64[m+1].
         ids: The tokens of all documents.
-        mask: The targets; None if every token is one.
-        origin: Int64[m], the number of the text that each document is made of.
+        mask: The targets; None if every token is a target.
+        origin: Int64[m], the number of the text that each document is made from.
         added: Int64[m], the special tokens of each document.
-        continued: Bool[m], the documents whose text goes on in the next one, and those with a mask
-            of their own that have lost their end.
+        continued: Bool[m], the documents whose text continues in the next one, and the documents
+            with a mask of their own that have lost their end.
         truncated: How many tokens of texts are in no document.
         refused: The numbers of the texts that are too long.
-        untrained: The numbers of the texts of which nothing is left to train; a piece without a
-            target is not a document.
+        untrained: The numbers of the texts that have no target left; a piece without a target is
+            not a document.
         counts: For the ledger: texts over max_length under the name of the policy; `pieces`, how
             many more documents than texts there are; `overlap`, tokens of texts that are in a
             second document.
@@ -203,13 +203,13 @@ class Shaped(NamedTuple):
 
 
 class _Document(NamedTuple):
-    """One of the documents that are made of a text.
+    """One of the documents that are made from a text.
 
     Attributes:
         tokens: Int64[m], the positions of its tokens.
-        known: How many tokens at its start an earlier document has.
+        known: How many tokens at its start are in an earlier document too.
         ended: Whether it stops where its text does.
-        continued: Whether its text goes on in another document, or has lost its end.
+        continued: Whether its text continues in another document, or has lost its end.
     """
 
     tokens: Int64
@@ -224,10 +224,10 @@ def shape(
     """Makes documents of at most max_length tokens.
 
     Args:
-        made: The encoded texts, of which nothing was cut.
-        text_of: Returns the text that a document was made of, for boundaries.
+        made: The encoded texts, not cut yet.
+        text_of: Returns the text that a document was made from, for boundaries.
         lengths: The policy and the tokenizer.
-        raw: Whether the tokenizer's own special tokens stand around the texts.
+        raw: Whether the tokenizer's own special tokens are around the texts.
     """
     offsets, ids, mask = made.offsets, made.ids, made.mask
     sizes, count = np.diff(offsets), len(offsets) - 1
@@ -278,7 +278,7 @@ def shape(
 
 
 def _taken(offsets: Int64, cut: Mapping[int, Sequence[_Document] | None]) -> tuple[Int64, Int64]:
-    """Returns (the text that each document is made of, the positions of all their tokens).
+    """Returns (the text that each document is made from, the positions of all their tokens).
 
     Texts that are not in `cut` are taken whole.
     """
@@ -313,7 +313,7 @@ def _cut_to_length(
     """Cuts text i, which is too long.
 
     Returns:
-        Its documents that have a target; None where the text is refused.
+        Its documents that have a target; None if the text is refused.
     """
     assert lengths.limit is not None
     first, stop = int(made.offsets[i]), int(made.offsets[i + 1])
@@ -348,9 +348,9 @@ def _pieces(
     head: int,
     tail: int,
 ) -> list[list[tuple[int, int]]]:
-    """Returns, for each document that is made of text i, its ranges of content tokens.
+    """Returns, for each document that is made from text i, its ranges of content tokens.
 
-    Text i is too long. The list is empty where the policy refuses it.
+    Text i is too long. The list is empty if the policy refuses it.
     """
     assert lengths.limit is not None
     policy = lengths.policy
@@ -412,7 +412,7 @@ class _Edges:
         """Finds the edges of a text.
 
         Args:
-            stops: Int64[tokens], the character behind each token.
+            stops: Int64[tokens], the character after each token.
             kind: The wanted boundary; None finds no edges.
             start: The position of the first token.
         """
@@ -423,7 +423,7 @@ class _Edges:
             at = np.searchsorted(stops, spans[:, 0])  # the first token that reaches so far ...
             inside = at < len(stops)
             at, spans = at[inside], spans[inside]
-            # ... and not beyond; all tokens of a character, where several make one
+            # ... and not beyond; all tokens of a character, if several make one
             at = at[stops[at] <= spans[:, 1]]
             edges = np.searchsorted(stops, stops[at], side="right") + start
             found.append(np.union1d(found[-1], edges) if found else np.unique(edges))

@@ -1,4 +1,4 @@
-"""Counts the characters that a tokenizer silently drops, and warns of them.
+"""Counts the characters that a tokenizer silently drops, and warns about them.
 
 They are the characters for which its model has no piece, no unknown token and no bytes.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("easypipe")
 
-# A text with every byte that occurs in UTF-8; vocabularies may lack the other bytes.
+# A text with every byte that can occur in UTF-8; vocabularies may lack the other bytes.
 _EVERY_BYTE = "".join(
     map(
         chr,
@@ -32,10 +32,10 @@ _EVERY_BYTE = "".join(
 class LostCharacters:
     """A counter of the characters that a tokenizer drops, which warns at the first one.
 
-    Thread-safe: two threads may find out the same thing twice.
+    Thread-safe: two threads may repeat the same work.
 
-    Only BPE drops characters; the other models of `tokenizers` raise. A character is lost if what
-    the normalizer and the pre-tokenizer make of it holds one that the vocabulary lacks.
+    Only BPE drops characters; the other models of `tokenizers` raise. A character is lost if the
+    normalizer and the pre-tokenizer turn it into a text with a character that the vocabulary lacks.
     """
 
     def __init__(self, reference: Reference, name: str) -> None:

@@ -1,8 +1,9 @@
-"""Encodes texts of which some characters are trained: loss masks, and ends that are added.
+"""Encodes texts with trained spans: loss masks, and ends that are added.
 
-A token is a target where one of the characters it stands for is trained; between the first and the
-last token of a trained range every token is one. Which characters a token stands for is known from
-`tokenizers`, or from the bytes of gigatoken's tokens (token_bytes.py) where these are the text.
+A token is a target if one of the characters that it stands for is trained on. Between the first and
+the last token of a trained range, every token is a target. Which characters a token stands for is
+known from `tokenizers`, or from the bytes of gigatoken's tokens (token_bytes.py) if these are the
+text.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ def encode_masked(
     reference: bool = False,
     whole: bool = False,
 ) -> EncodedTexts:
-    """Encodes texts with a loss mask, which is made of the whole text and cut with it.
+    """Encodes texts with a loss mask, which is made from the whole text and cut with it.
 
     A text that was cut gets no EOS.
 
     Args:
         texts: A column without nulls.
-        spans: The ascending character ranges of each text that are trained.
+        spans: The character ranges of each text that are trained on, ascending.
         ends: What follows each text: NO_END, MASKED_END or TRAINED_END.
         raw: Whether no template wrote the texts. Then the tokenizer's own special tokens are put
-            around each, where they do not stand there already, and its special_strings is obeyed.
+            around each, unless they are there already, and its special_strings is obeyed.
         reference: Whether `tokenizers` encodes, whatever backend runs.
         whole: Whether max_length cuts nothing.
     """
@@ -92,7 +93,7 @@ def _none(texts: pa.LargeStringArray) -> Int64:
 
 
 def _needs_end(tokenizer: Tokenizer, tokens: Tokens, asked: Int64) -> Bools:
-    """Returns Bool[n]: whether an end is asked for that does not stand there yet."""
+    """Returns Bool[n]: whether an end is asked for that is not there yet."""
     eos = tokenizer.eos_token_id
     if eos is None:
         return asked != NO_END
@@ -100,7 +101,7 @@ def _needs_end(tokenizer: Tokenizer, tokens: Tokens, asked: Int64) -> Bools:
 
 
 def _stands(tokens: Sequence[int], at: Int64, ids: Ids, sizes: Int64) -> Bools:
-    """Returns Bool[n]: whether `tokens` stand at the places `at` of documents of these sizes."""
+    """Returns Bool[n]: whether `tokens` are at the places `at` of documents of these sizes."""
     found = sizes >= len(tokens)
     for k, token in enumerate(tokens):
         found[found] = ids[at[found] + k] == token
@@ -162,7 +163,7 @@ def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
 def has_target(mask: Mask, offsets: Int64) -> Bools:
     """Returns Bool[n]: whether a document has a token to train on.
 
-    The first token of a document is not a token's successor, so it alone is not a target.
+    The first token of a document does not follow another, so it alone is not a target.
     """
     starts, found = offsets[:-1], np.zeros(len(offsets) - 1, np.bool_)
     filled = offsets[1:] > starts
@@ -178,7 +179,7 @@ def token_mask(starts: Int64, stops: Int64, spans: Sequence[Sequence[int]]) -> M
 
     Args:
         starts: Int64[tokens], the first character of each token, ascending.
-        stops: Int64[tokens], the character behind each token, ascending.
+        stops: Int64[tokens], the character after each token, ascending.
         spans: The trained ranges of characters.
     """
     return _marked(starts, stops, np.asarray(spans, np.int64).reshape(-1, 2), 0, len(starts))
@@ -191,14 +192,14 @@ def _marked(
     first: Int64 | int,
     last: Int64 | int,
 ) -> Mask:
-    """Computes `token_mask` for many texts, one after the other.
+    """Computes `token_mask` for many texts at once.
 
     Args:
         starts: As in `token_mask`.
         stops: As in `token_mask`.
         edges: Int64[m, 2], the trained ranges.
         first: Int64[m], the first token to which each range applies.
-        last: Int64[m], the token behind the last one to which each range applies.
+        last: Int64[m], the token after the last one to which each range applies.
     """
     mask = np.zeros(len(starts), np.uint8)
     begin = np.clip(stops.searchsorted(edges[:, 0], side="right"), first, last)

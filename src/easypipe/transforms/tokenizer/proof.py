@@ -1,6 +1,6 @@
-"""Checks that gigatoken gives the ids of `tokenizers`, on hostile texts and data; keeps verdicts.
+"""Checks that gigatoken returns the ids of `tokenizers`, on hostile texts and data; verdicts.
 
-A verdict is remembered for a tokenizer and the versions of both packages. A refuted one stays
+A verdict is kept for a tokenizer and the versions of both packages. A refuted verdict stays
 refuted: see Tokenizer.refute.
 """
 
@@ -21,7 +21,7 @@ from easypipe.core.config import digest, to_dict
 from easypipe.core.random import fold, permute
 from easypipe.transforms.tokenizer import fast
 
-PROOF_FORMAT = 1  # counts up when the texts of `torture` change: older verdicts are then forgotten
+PROOF_FORMAT = 1  # raised when the texts of `torture` change: older verdicts are then forgotten
 
 # These fields are read from files without a checksum too, so that a refuted verdict stays refuted.
 _OLDER = ("equal", "why", "after_use")
@@ -64,8 +64,8 @@ class Verdict:
 def torture(special_strings: Sequence[str]) -> pa.LargeStringArray:
     """Returns texts that have broken tokenizers before.
 
-    They are every piece alone, pieces side by side in an order that never changes, and the
-    tokenizer's own special strings in running text.
+    They are every piece alone, several pieces side by side in a fixed order, and the tokenizer's
+    own special strings in running text.
     """
     texts = list(_PIECES)
     count = len(_PIECES)
@@ -117,7 +117,7 @@ def prove(
 
 
 def recall(folder: Path | None, fingerprint: str) -> Verdict | None:
-    """Returns the verdict that `remember` kept; None where there is none or its file is damaged."""
+    """Returns the verdict that `remember` kept; None if there is none or its file is damaged."""
     if folder is None:
         return None
     return recall_checked(
@@ -129,7 +129,7 @@ def recall(folder: Path | None, fingerprint: str) -> Verdict | None:
 
 
 def remember(folder: Path | None, fingerprint: str, verdict: Verdict) -> None:
-    """Keeps a verdict in the cache folder; None keeps nothing."""
+    """Keeps a verdict in the cache folder; with None it does nothing."""
     if folder is not None:
         remember_checked(_memo(folder, fingerprint), to_dict(verdict))
 

@@ -1,4 +1,4 @@
-"""Documents as token ids, one after the other, with a loss mask: cut, framed, replaced, joined."""
+"""Documents as concatenated token ids with a loss mask: cut, framed, replaced, joined."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mask = UInt8  # 1 marks a target
 
 
 class Tokens(NamedTuple):
-    """n documents, of which document i is `ids[offsets[i] : offsets[i + 1]]`.
+    """n documents; document i is `ids[offsets[i] : offsets[i + 1]]`.
 
     Attributes:
         offsets: Int64[n+1] from 0.
@@ -53,14 +53,14 @@ class Tokens(NamedTuple):
         behind: Bools,
         trained: Bools | None = None,
     ) -> Tokens:
-        """Returns the documents with `prefix` before some of them and `suffix` behind some.
+        """Returns the documents with `prefix` before some of them and `suffix` after some.
 
         Args:
             prefix: Token ids.
             suffix: Token ids.
             front: Bool[n], which documents get the prefix.
             behind: Bool[n], which documents get the suffix.
-            trained: Bool[n], whether the suffix is a target, where there is a mask.
+            trained: Bool[n], whether the suffix is a target, if there is a mask.
         """
         added = front * len(prefix) + behind * len(suffix)
         if not added.any():
@@ -105,11 +105,11 @@ class EncodedTexts(NamedTuple):
     Attributes:
         offsets: Int64[n+1] from 0.
         ids: unsigned[total].
-        mask: UInt8[total], 1 for a target; None: every token is one.
+        mask: UInt8[total], 1 for a target; None: every token is a target.
         before: Int64[n], how many special tokens were put before each document.
         added: Int64[n], how many special tokens were added to each document in all.
         truncated: Int64[n], how many content tokens were cut off each document.
-        special: Int64[n], how many special strings are in each text, where they were looked for.
+        special: Int64[n], how many special strings are in each text, if they were looked for.
     """
 
     offsets: Int64
@@ -128,7 +128,7 @@ class EncodedTexts(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[EncodedTexts], dtype: np.dtype[np.unsignedinteger]) -> Self:
-        """Concatenates the documents of all parts, of which there is at least one."""
+        """Concatenates the documents of all parts; there must be at least one part."""
         offsets, ids, masks, *others = zip(*parts, strict=True)
         known = [mask for mask in masks if mask is not None]
         return cls(

@@ -4,8 +4,8 @@ In this file:
     special: A token that tokenizer.json marks as special. Its string in a text becomes its id,
         which then ends documents or separates turns.
     unknown: The special token that the model itself writes for text that it has no piece for; its
-        id alone tells nothing about the text.
-    doubtful: A text that may hold a special string, as a special id stands among its tokens.
+        id alone says nothing about the text.
+    doubtful: A text that may hold a special string, because its tokens include a special id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SpecialPolicy = Literal["allow", "escape", "error"]
 
 MOST_RUNS = 8  # the most runs of neighbouring ids to compare with; more are looked up in a table
-_UNKNOWN = "\U000f0000\U0010fffd"  # for private use: hardly a vocabulary has a piece for it
+_UNKNOWN = "\U000f0000\U0010fffd"  # for private use: few vocabularies have a piece for it
 
 
 # returns the tokens of text number i as ordinary text, and its mask (None: every token is a target)
@@ -39,13 +39,13 @@ class SpecialStrings:
 
     - allow: They become special tokens, and are counted; the string of the unknown token is not
       counted.
-    - escape: They are ordinary text, as `tokenizers` encodes with encode_special_tokens=True; no
-      special id comes of them.
+    - escape: They are ordinary text, as `tokenizers` encodes with encode_special_tokens=True; they
+      do not become special ids.
     - error: A text that holds one is refused by the caller, who knows its row.
 
     Raises:
-        TokenizerError: The policy is "escape", and the model itself makes a special token of its
-            string.
+        TokenizerError: The policy is "escape", but the model itself turns the string of a special
+            token into that token.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class SpecialStrings:
 
     @property
     def recipe(self) -> tuple[str, ...]:
-        """The part of the encoding key that stands for the policy; empty for "allow".
+        """The policy's part of the encoding key; empty for "allow".
 
-        So the keys of older caches stay what they were.
+        So the keys of older caches stay the same.
         """
         return () if self.policy == "allow" else (self.policy,)
 
@@ -95,7 +95,7 @@ class SpecialStrings:
 
     @property
     def escaped(self) -> Reference:
-        """The reference that takes special strings for ordinary text."""
+        """The reference that treats special strings as ordinary text."""
         return _escaping(self._definition)
 
     def settle(
@@ -104,7 +104,7 @@ class SpecialStrings:
         """Applies the policy to encoded texts.
 
         Args:
-            tokens: Their tokens as the encoder gives them, without special tokens around them.
+            tokens: Their tokens from the encoder, without special tokens around them.
             encode: Encodes a text, given with its number, as ordinary text.
 
         Returns:
@@ -148,7 +148,7 @@ class SpecialStrings:
 
 @functools.lru_cache(maxsize=1)
 def _escaping(definition: str) -> Reference:
-    """Loads the tokenizer so that it takes special strings for ordinary text."""
+    """Loads the tokenizer so that it treats special strings as ordinary text."""
     import tokenizers
 
     reference = tokenizers.Tokenizer.from_str(definition)

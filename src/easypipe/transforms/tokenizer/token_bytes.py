@@ -1,8 +1,8 @@
-"""Finds the bytes of text that each token stands for, in a byte-level BPE, and where in a text.
+"""Finds the bytes of text that each token is, in a byte-level BPE, and its place in a text.
 
-gigatoken gives ids only. Where the bytes of a text's tokens, one after the other, are that text,
-their lengths tell where each token stands. Spaces at the ends of a token are left out where
-`tokenizers` leaves them out (trim_offsets), so that masks are the same as its own.
+gigatoken returns only ids. If the concatenated bytes of a text's tokens are that text, their
+lengths tell where each token is. Spaces at the ends of a token are left out if `tokenizers` leaves
+them out (trim_offsets), so that masks are the same as its own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes a space
 
 
 class Ranges(NamedTuple):
-    """Where the tokens of some texts stand in them, counted as if the texts were one.
+    """Where the tokens of some texts are in them, counted as if the texts were one.
 
     Attributes:
         starts: Int64[total], the first byte of each token.
-        stops: Int64[total], the byte behind each token.
-        known: Bool[n], the texts whose tokens are their bytes; others' ranges mean nothing.
+        stops: Int64[total], the byte after each token.
+        known: Bool[n], the texts whose tokens are their bytes; other texts' ranges mean nothing.
         bases: Int64[n+1], where each text begins, and the end of the last one.
     """
 
@@ -45,7 +45,7 @@ class TokenBytes:
 
     Args:
         pieces: The bytes of each token, by id.
-        trims: Whether spaces at the ends of a token do not belong to its range.
+        trims: Whether spaces at the ends of a token are not part of its range.
     """
 
     def __init__(self, pieces: Sequence[bytes], trims: bool) -> None:
@@ -60,7 +60,7 @@ class TokenBytes:
         )
 
     def ranges(self, texts: pa.LargeStringArray, offsets: Int64, ids: NDArray[np.uint32]) -> Ranges:
-        """Finds where the tokens of texts stand in them.
+        """Finds where the tokens of texts are in them.
 
         Args:
             texts: A column without nulls.
@@ -93,7 +93,7 @@ class TokenBytes:
 
 @functools.lru_cache(maxsize=2)
 def token_bytes(definition: str) -> TokenBytes | None:
-    """Returns the bytes of a tokenizer.json's tokens; None where its tokens are not bytes."""
+    """Returns the bytes of a tokenizer.json's tokens; None if its tokens are not bytes."""
     parts = json.loads(definition)
     if (parts.get("model") or {}).get("type", "BPE") != "BPE" or "ByteLevel" not in _kinds(
         parts.get("decoder")
@@ -119,8 +119,8 @@ def token_bytes(definition: str) -> TokenBytes | None:
 def text_bytes(definition: str) -> Int32 | None:
     """Returns Int32[vocabulary]: how many bytes of text each token of a tokenizer.json is.
 
-    Special tokens have 0, as they are not text. None where tokens are neither bytes nor, as
-    SentencePiece's are, pieces of text.
+    Special tokens have 0, as they are not text. The result is None if tokens are neither bytes nor,
+    as SentencePiece's are, pieces of text.
     """
     parts = json.loads(definition)
     added = parts.get("added_tokens") or ()
@@ -160,7 +160,7 @@ def _trims(part: Any) -> bool:
 def _alphabet() -> dict[int, str]:
     """Returns the character by which byte-level tokenizers (GPT-2's) write each byte.
 
-    It is the byte's own character where that can be printed, else one from 256 up.
+    It is the byte's own character if that can be printed, otherwise a character from 256 up.
     """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]

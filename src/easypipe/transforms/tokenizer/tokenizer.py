@@ -59,12 +59,13 @@ logger = logging.getLogger("easypipe")
 GOLDEN = "The quick brown fox, 1234 × naïve 日本語 😀\n\tdef f(x): return '  '  # end"
 _PROBES = ("a", "Hello world", "1 2", "x\ny")
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-MOST_IDS = 1 << 24  # The largest vocabulary: tables over it take 16 bytes an id and more.
+MOST_IDS = 1 << 24  # the largest vocabulary: tables over it take 16 bytes or more for each id
 _ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
-_WITHIN = [bytes([byte]) for byte in range(0x80, 0xC0)]  # bytes of UTF-8 that begin no character
+# bytes of UTF-8 that do not begin a character
+_WITHIN = [bytes([byte]) for byte in range(0x80, 0xC0)]
 _PREFIXED = re.compile(r'"continuing_subword_prefix"\s*:\s*"(?!")')
 _ADDED_IDS = re.compile(r'"id"\s*:\s*(\d{8,})')
-# Texts of at most so many bytes go to the reference: a call of gigatoken costs 0.4 to 4 ms,
+# Texts of at most this many bytes go to the reference: a call of gigatoken costs 0.4 to 4 ms,
 # depending on its vocabulary, and the reference takes 0.4 to 0.7 ms for a thousand bytes.
 _FEW_BYTES = 1000
 _REFERENCE_BYTES = 2 << 20  # `tokenizers` keeps about 100 bytes per token until a batch is done
@@ -106,9 +107,9 @@ class UnencodableError(TokenizerError):
 
 @contextlib.contextmanager
 def _failing(at: str, texts: Sequence[str] | pa.LargeStringArray | None = None) -> Generator[None]:
-    """Turns what the libraries raise into a TokenizerError; a Rust panic is not an Exception.
+    """Turns the libraries' errors into a TokenizerError; a Rust panic is not an Exception.
 
-    With the `texts` that are encoded, it is an UnencodableError, which names the first of them.
+    With the `texts` that are encoded, it is an UnencodableError, which names the first bad one.
     """
     try:
         yield
@@ -190,11 +191,11 @@ class Tokenizer:
 
         Args:
             sample: Texts of the data that will be encoded.
-            of: What the sample is from, for the message.
+            of: Where the sample is from, for the message.
             memo: The cache folder in which results of the check are kept.
 
         Raises:
-            TokenizerError: The config asks for backend="gigatoken", and it does not agree.
+            TokenizerError: The config asks for backend="gigatoken", but it does not agree.
         """
         self.remember_in(memo)
         _, engine = self._decide()
@@ -220,7 +221,7 @@ class Tokenizer:
         return len(texts) > 0 and not self.by_reference(texts) and self._decide()[1] is not None
 
     def refute(self, why: str) -> None:
-        """Remembers that gigatoken wrote wrong tokens.
+        """Records that gigatoken wrote wrong tokens.
 
         From now on the reference encodes, and nothing that gigatoken wrote is used.
         """
@@ -243,7 +244,7 @@ class Tokenizer:
 
         Args:
             texts: The column.
-            whole: Whether max_length cuts nothing.
+            whole: Whether max_length is ignored.
 
         Raises:
             TokenizerError: The column has nulls.
@@ -261,7 +262,7 @@ class Tokenizer:
             offsets, wide = (
                 engine.encode(column) if engine is not None else self._encode_reference(column)
             )
-        # narrowed at once, since what follows then reads half the bytes
+        # narrowed at once, because the next steps then read half the bytes
         ids = wide.astype(token_dtype(self.vocab_size), copy=False)
         del wide
         tokens, special = self.special.settle(
@@ -281,7 +282,7 @@ class Tokenizer:
         """Encodes one text with `tokenizers` and its own post-processor, whatever backend runs.
 
         Args:
-            whole: Whether max_length cuts nothing.
+            whole: Whether max_length is ignored.
         """
         reference = self.special.escaped if self.special.policy == "escape" else self._reference
         with _failing(self.origin, [text]):
@@ -301,7 +302,7 @@ class Tokenizer:
         """Encodes texts with `tokenizers`, without special tokens, and locates every token.
 
         Args:
-            escaped: Whether special strings are taken for ordinary text.
+            escaped: Whether special strings are treated as ordinary text.
 
         Yields:
             For each text (ids, Int64[tokens] first characters, Int64[tokens] ends of the
@@ -321,8 +322,8 @@ class Tokenizer:
         """Encodes a column with gigatoken, without special tokens.
 
         Returns:
-            (Int64[n+1] offsets, UInt32[total] ids, the bytes of the vocabulary's tokens); None
-            where gigatoken is not used or the bytes of its tokens are not known.
+            (Int64[n+1] offsets, UInt32[total] ids, the bytes of the vocabulary's tokens); None if
+            gigatoken is not used or the bytes of its tokens are not known.
         """
         engine = None if self.by_reference(column) else self._decide()[1]
         pieces = None if engine is None else token_bytes(self._definition)
@@ -334,7 +335,7 @@ class Tokenizer:
     def text_bytes(self) -> Int32 | None:
         """Returns Int32[vocabulary]: how many bytes of text each token is, 0 if it is special.
 
-        None where tokens are not bytes of the text.
+        The result is None if tokens are not bytes of the text.
         """
         return text_bytes(self._definition)
 
@@ -345,7 +346,7 @@ class Tokenizer:
 
     @property
     def special_strings(self) -> dict[str, str]:
-        """The named special tokens as chat templates know them: `bos_token`, `eos_token`, ..."""
+        """The named special tokens by their names in chat templates, such as `bos_token`."""
         return {
             kind: token for kind in SPECIAL_NAMES if (token := content_of(self._options.get(kind)))
         }
@@ -357,13 +358,13 @@ class Tokenizer:
         return tuple(added[i].content for i in sorted(added) if added[i].special)
 
     def token(self, number: int) -> str | None:
-        """Returns the token with this id as the vocabulary spells it, or None."""
+        """Returns the token with this id as it is written in the vocabulary, or None."""
         return self._reference.id_to_token(number)
 
     def definition_with(self, tokens: Sequence[str]) -> str:
-        """Returns the text of a tokenizer.json that has further tokens, with ids behind its own.
+        """Returns the text of a tokenizer.json with further tokens, whose ids follow its own.
 
-        Raises TokenizerError for a token that it has already, or where its ids have gaps.
+        Raises TokenizerError for a token that it already has, or if its ids have gaps.
         """
         import tokenizers
 
@@ -436,7 +437,7 @@ class Tokenizer:
         return backend, None
 
     def _compared(self, engine: FastEngine, texts: pa.LargeStringArray, kind: str) -> Verdict:
-        """Returns whether gigatoken equals the reference on texts, all of which both can encode."""
+        """Returns whether gigatoken equals the reference on texts that both can encode."""
         try:
             with _failing(self.origin, [kind]):
                 return proof.prove(engine, self._plain, texts, kind)
@@ -470,7 +471,7 @@ class Tokenizer:
         return offsets_of(lengths), np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
 
     def _named(self, kind: str) -> int | None:
-        """Returns the id of a named special token; warns where the vocabulary lacks it."""
+        """Returns the id of a named special token; warns if the vocabulary lacks it."""
         token = content_of(self._options.get(kind))
         if not token:
             return None
@@ -485,9 +486,9 @@ class Tokenizer:
         return found
 
     def _likely_eos(self) -> int | None:
-        """Returns the id of the token that ends documents, where no file names it.
+        """Returns the id of the token that ends documents, if no file names it.
 
-        A tokenizer.json does not say which token that is. Where exactly one token bears a name that
+        A tokenizer.json does not say which token that is. If exactly one token has a name that
         always means it, that token is taken, with a warning.
         """
         if self._options.get("eos_token"):
@@ -516,13 +517,13 @@ def _sha256(definition: str) -> str:
 def _load_reference(
     definition: str, origin: str, declared: tuple[DeclaredToken, ...]
 ) -> tuple[Reference, str, int]:
-    """Loads the reference, with the tokens that are declared beside tokenizer.json.
+    """Loads the reference, with the tokens that are declared next to tokenizer.json.
 
     Returns:
         (tokenizer, its definition with the declared tokens, its highest id + 1).
 
     Raises:
-        TokenizerError: The definition is not a tokenizer, or one that cannot be used.
+        TokenizerError: The definition is not a tokenizer, or cannot be used.
     """
     import tokenizers
 
@@ -558,9 +559,9 @@ def _load_reference(
 
 
 def _check_merges(definition: str, origin: str) -> None:
-    """Raises TokenizerError for a merge whose second piece is cut within a character.
+    """Raises TokenizerError for a merge whose second piece is cut inside a character.
 
-    `tokenizers` cuts the bytes of the prefix off it, and ends the process there.
+    `tokenizers` would cut the bytes of the prefix off it, and abort the process.
     """
     if not _PREFIXED.search(definition):
         return
@@ -610,8 +611,7 @@ def _vocab_size(reference: Reference, definition: str, origin: str) -> int:
             sorted(token for token, i in vocabulary.items() if i == first),
             len(twins),
         )
-    # `tokenizers` gives added tokens with such ids other ones; the fast encoder takes them as they
-    # are.
+    # `tokenizers` gives added tokens with such ids other ids; the fast encoder keeps their ids.
     highest = (
         max(map(int, _ADDED_IDS.findall(definition)), default=0)
         if vocab_size <= MOST_IDS
@@ -641,7 +641,7 @@ def _vocab_size(reference: Reference, definition: str, origin: str) -> int:
 def _declare(reference: Reference, declared: Sequence[DeclaredToken], origin: str) -> bool:
     """Adds the declared tokens that tokenizer.json lacks, as transformers does.
 
-    Their strings would be ordinary text otherwise.
+    Otherwise their strings would be ordinary text.
 
     Returns:
         Whether any token was added.

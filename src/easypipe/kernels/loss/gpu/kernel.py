@@ -1,19 +1,18 @@
 """The strict loss on NVIDIA GPUs, by slabs of logits: their sizes and tuning, dtypes, refusals.
 
-The products are cuBLAS's (through XLA); between them stand the row kernels of rows.py. A
-slab is a bounded piece of the logits in the dtype of the inputs, or in float32 where
-`float32_logits` asks for it:
+cuBLAS computes the products (through XLA); between them run the row kernels of rows.py. A slab is a
+bounded piece of the logits, in the dtype of the inputs, or in float32 with `float32_logits`:
 
 - forward: a slab is some tokens x all columns. Only rows of `hidden` are sliced, so nothing is
   copied, and a row's sums are whole.
 - backward: a slab is all tokens x some columns. The head's gradient is final for these columns;
-  d_hidden adds up in float32, [T, D]. Where that sum would be too large, d_hidden has a pass of its
-  own, over groups of tokens; rounding the head's gradient once for each group instead would make
-  its error, at four groups, up to 1.8 times that of the naive program. XLA slices a head of layout
-  "vd" inside the products. Of layout "dv" it copies the slab's columns, of the head and of its
-  gradient, 8·D·V bytes in all: "vd" is the faster here.
+  d_hidden is accumulated in float32, [T, D]. If that sum would be too large, d_hidden has a pass of
+  its own, over groups of tokens; rounding the head's gradient once for each group instead would
+  make its error, at four groups, up to 1.8 times that of the naive program. XLA slices a head of
+  layout "vd" inside the products. For layout "dv" it copies the slab's columns of the head and of
+  its gradient, 8·D·V bytes in all: "vd" is faster here.
 
-FLOPs: 8·T·D·V, the least with recomputation; 10 where d_hidden has its own pass. Temporaries:
+FLOPs: 8·T·D·V, the least with recomputation; 10 if d_hidden has its own pass. Temporaries:
 `slab_mib` of the block sizes, and cuBLAS's workspace (32 MiB on Hopper).
 
 T tokens · D width · V vocabulary · N tokens or columns of a slab · G tokens of a group
@@ -62,15 +61,16 @@ Start = Array | int
 Carry = TypeVar("Carry")
 MIB = 1 << 20
 DEFAULT_BLOCKS: Mapping[str, int] = {
-    # All temporaries but cuBLAS's workspace; with it they are 288 MiB, under the 0.3 GiB promised.
-    # A table may only say less.
+    # All temporaries except cuBLAS's workspace; with it they are 288 MiB, under the promised 0.3
+    # GiB. A table may only lower this.
     "slab_mib": 256,
     "row_columns": RowBlock().columns,
     "row_warps": RowBlock().num_warps,
 }
-ALIGN = 128  # where a slab cannot be even, it is a multiple of this: whole tiles for the products
-# So many elements of half precision are 16 bytes: rows must start at such a multiple for the widest
-# loads.
+# if slabs cannot be even, their size is a multiple of this: whole tiles for the products
+ALIGN = 128
+# This many elements of half precision are 16 bytes: rows must start at such a multiple for the
+# widest loads.
 VECTOR = 8
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -135,8 +135,8 @@ def stats(
     if vocab % VECTOR == 0:
         unset_4T = jax.lax.empty((4, num_tokens), jnp.float32)
         sums_4T = _pieces(num_tokens, problem.token_slab(), some_tokens, unset_4T, hidden)
-    # XLA would copy all of the head into one of whole vectors, so it is cut into slabs of whole
-    # vectors, and a narrow last one.
+    # XLA would copy the whole head into one padded to whole vectors, so it is cut into slabs of
+    # whole vectors, and a narrow last one.
     else:
         nothing_4T = jnp.broadcast_to(
             jnp.asarray([[rows.LOWEST], [0], [0], [rows.LOWEST]], jnp.float32), (4, num_tokens)
@@ -169,7 +169,7 @@ def gradients(
     def over_columns(
         sums: _Sums, hidden_GD: Array, per_token_G: tuple[Array, ...], columns: int
     ) -> _Sums:
-        """Adds up, for some tokens and by slabs, the gradients that `sums` has a place for."""
+        """Accumulates, for some tokens and by slabs, the gradients that have a place in `sums`."""
         labels_G, lse_G, *g_G = per_token_G
 
         def slab(sums: _Sums, hidden_GD: Array, first: Start, count: int) -> _Sums:
@@ -224,7 +224,7 @@ def gradients(
     )
     d_hidden = sums.hidden
     if d_hidden is None:
-        # The passes run one after the other, as their slabs share the budget.
+        # The passes run in turn, because their slabs share the budget.
         hidden, sums = jax.lax.optimization_barrier((hidden, sums))
         d_hidden = _pieces(
             num_tokens,
@@ -238,7 +238,7 @@ def gradients(
 
 
 class _Sums(NamedTuple):
-    """Gradients in the making; None for one that another pass computes."""
+    """Gradients that are being summed; None for one that another pass computes."""
 
     hidden: Array | None  # float32[G, D]
     head: Array | None
@@ -249,11 +249,11 @@ class Slabs(NamedTuple):
     """The slabs of the backward pass.
 
     Attributes:
-        group: The tokens whose d_hidden adds up at once; where these are not all, d_hidden has a
-            pass of its own.
+        group: The tokens whose d_hidden is accumulated at once; if these are not all tokens,
+            d_hidden has a pass of its own.
         columns: The columns of a slab of all tokens.
-        group_columns: The columns of a slab of a group, in that pass of its own; 0 where there is
-            none.
+        group_columns: The columns of a slab of a group, in that pass of its own; 0 if there is no
+            such pass.
     """
 
     group: int
@@ -262,14 +262,14 @@ class Slabs(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The sizes that slabs are cut from.
+    """The sizes that decide the slabs.
 
-    No slab is more than half of the logits, so that it is never all.
+    No slab is more than half of the logits, so that it is never all of them.
 
     Attributes:
         item: The bytes of a number of the inputs.
         logit: The bytes of one logit.
-        beside: The bytes of one logit, and of the dx that is rounded beside it in the backward
+        beside: The bytes of one logit, and of the rounded dx that exists with it in the backward
             pass.
         budget: The bytes of all temporaries.
     """
@@ -290,11 +290,11 @@ class Problem(NamedTuple):
         )
 
     def column_slab(self) -> int:
-        """Returns the columns of a slab in the forward pass of a vocabulary of no whole vectors."""
+        """Returns the columns of a forward slab, for a vocabulary that is not in whole vectors."""
         return self.columns(self.budget, self.column_bytes(self.tokens, 2, self.logit))
 
     def backward_slabs(self) -> Slabs:
-        """Returns the slabs of one pass, or of two where the sum of d_hidden is large.
+        """Returns the slabs of one pass, or of two if the sum of d_hidden is large.
 
         It is large where it would take more than half of the budget, so that slabs would be narrow.
         """
@@ -320,15 +320,15 @@ class Problem(NamedTuple):
     def column_bytes(self, tokens: int, strided: int, logit: int) -> int:
         """Returns the bytes of a column of the slab.
 
-        For "dv" they include the copies of a column of `strided` arrays like the head, in which
-        columns lie strided.
+        For "dv" they include the copies of a column of `strided` arrays like the head, whose
+        columns are strided.
         """
         copies = strided * self.width * self.item if self.layout == "dv" else 0
         return logit * tokens + copies
 
 
 def row_options(hidden: Array, lm_head: Array, layout: Layout) -> dict[str, RowBlock]:
-    """Returns what the table says of the row kernels, for the logits of these arguments.
+    """Returns the table's row-kernel options for the logits of these arguments.
 
     See stats.Kernel.
     """
@@ -336,7 +336,7 @@ def row_options(hidden: Array, lm_head: Array, layout: Layout) -> dict[str, RowB
 
 
 def neighbours(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yields what `easypipe kernels tune` tries beside `blocks`, one change at a time."""
+    """Yields what `easypipe kernels tune` tries besides `blocks`, one change at a time."""
     yield {**blocks, "slab_mib": DEFAULT_BLOCKS["slab_mib"] // 2}
     yield from ({**blocks, "row_columns": columns} for columns in (2048, 8192))
     yield from ({**blocks, "row_warps": warps} for warps in (4, 16))
@@ -345,7 +345,7 @@ def neighbours(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
 def _even(total: int, most: int) -> int:
     """Returns the size of pieces of `total`: at most `most` (or VECTOR).
 
-    It is even where a few more pieces make it so, so that none is left over.
+    The pieces are equal if a few more of them make that possible, so that none is left over.
     """
     most = max(min(VECTOR, -(-total // 2)), most)
     fewest = -(-total // most)
@@ -373,7 +373,7 @@ def _row_block(sizes: Mapping[str, int]) -> RowBlock:
 
 
 def _whole_vectors(hidden: Array, per_token: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-    """Pads the tokens to a multiple of VECTOR, by some without cotangents; it copies `hidden` then.
+    """Pads the tokens to a multiple of VECTOR, without cotangents; it then copies `hidden`.
 
     Otherwise XLA would pad every slab.
     """
@@ -395,7 +395,7 @@ def _problem(
 ) -> tuple[Problem, jnp.dtype]:
     """Returns the problem, and the dtype of its logits.
 
-    `asked` is the number of tokens of `hidden` before it was copied to whole vectors.
+    `asked` is the number of tokens of `hidden` before it was padded to whole vectors.
     """
     item = hidden.dtype.itemsize
     copied = hidden.size * item if hidden.shape[0] != asked else 0
@@ -442,8 +442,8 @@ def _pieces(
         )
     # Whole vectors come first: XLA would pad other pieces, and hold them twice.
     for count in (rest // VECTOR * VECTOR, rest % VECTOR):
-        # The barrier keeps these logits from being computed before the loop, where they would lie
-        # beside every slab.
+        # The barrier keeps these logits from being computed before the loop, where they would exist
+        # together with every slab.
         if count:
             carry, operand = jax.lax.optimization_barrier((carry, operand))
             carry = body(carry, operand, total - rest, count)

@@ -1,8 +1,8 @@
-"""The sums and gradients of rows of logits that are at hand, on NVIDIA GPUs (Pallas, Triton).
+"""The sums and gradients of rows of given logits, on NVIDIA GPUs (Pallas, Triton).
 
-One program per row, which it walks in blocks of columns; all arithmetic in float32. The gradient
-needs lse, so a row is read twice and written once. `row_step` does both in one program, and its
-second walk goes backwards, so it begins with what the level-2 cache still holds.
+There is one program per row; it walks the row in blocks of columns, with all arithmetic in float32.
+The gradient needs lse, so a row is read twice and written once. `row_step` does both in one
+program. Its second walk goes backwards, so it begins with what the level-2 cache still holds.
 
 C tokens of a chunk · V vocabulary
 """
@@ -27,18 +27,18 @@ from easypipe.kernels.loss.stats import (
     loss_gradient_inputs,
 )
 
-LOWEST = -1e30  # stands for -inf: inf - inf would be nan in a row that has met no column yet
+LOWEST = -1e30  # means -inf: inf - inf would be nan in a row that has met no column yet
 
 
 class RowBlock(NamedTuple):
     """How a row is walked.
 
-    The values were the fastest on an H200: of 4,096 rows of 128,256 bfloat16, `row_step` takes 1.14
-    ms by them, and 1.39 by 8192 columns and 32 warps, by which only one row per multiprocessor is
-    in flight, so that its second walk finds all of it in the cache.
+    The values were the fastest on an H200. For 4,096 rows of 128,256 bfloat16, `row_step` takes
+    1.14 ms with them, and 1.39 with 8192 columns and 32 warps. With those, only one row per
+    multiprocessor is in flight, so that its second walk finds all of it in the cache.
 
     Attributes:
-        columns: A power of two: what one step of the walk holds in registers.
+        columns: A power of two: how many columns one step of the walk holds in registers.
         num_warps: The warps of a program.
     """
 
@@ -146,7 +146,7 @@ class _Walk:
         in_place: bool,
         interpret: bool,
     ) -> list[Array]:
-        """Calls `kernel(logits_ref, *refs of what is known, [dx_ref], *sum refs)` for every row.
+        """Calls `kernel(logits_ref, *refs of the inputs, [dx_ref], *sum refs)` for every row.
 
         The refs are whole arrays in device memory.
         """
@@ -165,13 +165,13 @@ class _Walk:
     def stats(self, logits_ref: Ref, row: Array, label: Array) -> LogitStats:
         """Returns the four sums by an online log-sum-exp (Milakov & Gimelshein, 2018).
 
-        The running maximum is one number, so the terms are rescaled where it grows.
+        The running maximum is one number, so the terms are rescaled when it grows.
         """
 
         def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             best, terms_B, sums_B, x_B = carry
-            i = i.astype(jnp.int32)  # 64 bits wide where jax_enable_x64 is set
-            # the next block is in flight while this one is worked on
+            i = i.astype(jnp.int32)  # 64 bits wide if jax_enable_x64 is set
+            # the next block is in flight while this one is processed
             following_B = self.load(logits_ref, row, i + 1)
             z_B, here_B = capped(x_B, self.soft_cap), self.ids(i) < self.vocab
             higher = jnp.maximum(best, jnp.max(jnp.where(here_B, z_B, LOWEST)))
@@ -180,8 +180,8 @@ class _Walk:
             return higher, terms_B, sums_B + jnp.where(here_B, z_B, 0.0), following_B
 
         zeros_B = jnp.zeros(self.columns, jnp.float32)
-        # `row - row` is not written as 0: jax 0.12 refuses a slice that it knows to reach past the
-        # end, though the mask reads nothing there.
+        # `row - row` is not written as 0, because jax 0.12 refuses a slice that is known to reach
+        # past the end, although the mask reads nothing there.
         start = jnp.float32(LOWEST), zeros_B, zeros_B, self.load(logits_ref, row, row - row)
         best, terms_B, sums_B, _ = jax.lax.fori_loop(0, self.blocks, step, start)
         is_local = (label >= 0) & (label < self.vocab)

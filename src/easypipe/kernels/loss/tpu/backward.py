@@ -1,26 +1,27 @@
-"""The gradients on a TPU, whose tiles of logits are recomputed: resident, streaming or apart.
+"""The gradients on a TPU, with recomputed tiles of logits: resident, streaming or apart.
 
-A block of columns of the head stays in VMEM beside its gradient (float32) while the tokens stream
-past. The gradient of the hidden states, which every block of columns adds to, has no place in VMEM
-unless tokens are few; it lives in HBM and is read, added to and written by each block. Stored as
-float32 it would be one more array, of twice the output's size. So a float32 is kept
-in two halves: the output's own bfloat16, rounded to nearest, and 16 bits beside it that say where
-within the rounding the sum stands (`_split`, `_joined`).
+A block of columns of the head stays in VMEM with its gradient (float32) while the tokens stream
+past. Every block of columns adds to the gradient of the hidden states, which does not fit VMEM
+unless there are few tokens. So it is in HBM, and is read, added to and written by each block. As
+float32 it would be another array, of twice the output's size. So a float32 is kept in two halves:
+the output's own bfloat16, rounded to nearest, and 16 more bits for the position of the sum within
+the rounding (`_split`, `_joined`).
 
 Three schedules:
 - *resident*: hidden states and their gradient stay in VMEM and the head streams past them, once.
   Grid (block of columns j, rows k).
 - *streaming*: one call for each group of column blocks, one for each TensorCore; grid (core c, tile
-  of tokens k, part w of the width). On two cores the tokens are passed in two halves, the second
-  core always in the other half than the first: no core adds to what the other adds to. Between the
-  halves the head's gradient of the group, [cores, ...] in float32, stands in HBM.
-- *apart*, where even those 16 bits of every hidden state are too many: a pass for each gradient.
+  of tokens k, part w of the width). On two cores the tokens are passed in two halves, and the cores
+  are always in different halves: they never add to the same sums. Between the halves the head's
+  gradient of the group, [cores,...] in float32, is in HBM.
+- *apart*, if even those 16 bits of every hidden state are too many: a pass for each gradient.
   Whatever the order of the tiles, one pass over them has half-finished float32 sums of the smaller
-  of the two gradients in HBM: 2·D bytes for each token (or column) beside the bfloat16 of the
-  result. So the logits are computed once more, 8·T·D·V FLOPs instead of 6, and every sum is
-  finished in VMEM. First as *resident*, with nothing of the hidden states' gradient and a tile of
-  them at a time; then a block of tokens stays beside its gradient while the head streams past. Grid
-  (block i, columns j, rows k of it). On two TensorCores each takes a part of the blocks that stay.
+  of the two gradients in HBM: 2·D bytes for each token (or column) in addition to the bfloat16 of
+  the result. So the logits are computed once more, 8·T·D·V FLOPs instead of 6, and every sum is
+  finished in VMEM. The first pass is like *resident*, but without the hidden states' gradient and
+  with a tile of hidden states at a time. In the second, a block of tokens stays with its gradient
+  while the head streams past. Grid (block i, columns j, rows k of it). On two TensorCores each
+  takes a part of the blocks that stay.
 
 T tokens · D width · V vocabulary · B tokens that stay · R rows of a tile · C columns of a block
 """
@@ -125,7 +126,7 @@ def gradients(
 
 
 def _over_head(given: _Given, problem: Problem) -> dict[str, Array]:
-    """Returns the gradients of head and bias; also of the hidden states, where all are resident."""
+    """Returns the gradients of head and bias; also of the hidden states, if all are resident."""
     blocks, hidden = problem.blocks, given.hidden
     rows, columns = blocks.back_rows, blocks.back_columns
     padded, stays = cdiv(problem.tokens, rows) * rows, pl.Buffered(1)
@@ -185,7 +186,7 @@ def _over_head(given: _Given, problem: Problem) -> dict[str, Array]:
 
 
 def _over_tokens(given: _Given, problem: Problem) -> Array:
-    """Returns the gradient of the hidden states alone."""
+    """Returns only the gradient of the hidden states."""
     hidden, blocks = given.hidden, problem.blocks
     rows, columns, stay = blocks.back_rows, blocks.own_columns, blocks.own_tokens
     problem = problem._replace(blocks=blocks._replace(back_columns=columns))
@@ -241,7 +242,7 @@ def _streaming(given: _Given, problem: Problem) -> dict[str, Array]:
     groups = cdiv(cdiv(problem.vocab, blocks.back_columns), blocks.back_parts)
     tokens, width, vocab = problem.tokens, problem.width, problem.vocab
     # jax's interpreter returns aliased arrays that end within a block with the whole block, so here
-    # they are made of whole blocks.
+    # they consist of whole blocks.
     if problem.interpret:
         tokens = cdiv(tokens, blocks.back_rows) * blocks.back_rows
         vocab = groups * blocks.back_parts * blocks.back_columns
@@ -386,9 +387,9 @@ class _State(NamedTuple):
     """The gradient of the hidden states of a tile, W of the width.
 
     Attributes:
-        high: [R, W] float32, or bfloat16 where `low` is given.
+        high: [R, W] float32, or bfloat16 if `low` is given.
         low: [R, W] int16, or None.
-        begun: Maps a value read from it to what counts: 0 where nothing was written before.
+        begun: Maps a value that was read to the value that counts: 0 if nothing was written before.
     """
 
     high: Ref
@@ -401,7 +402,7 @@ def _add_tile(
 ) -> None:
     """Adds a tile's share to the gradients of head and bias.
 
-    It adds to that of the hidden states, too, where `before` holds it.
+    It also adds to that of the hidden states, if `before` holds it.
     """
     if at.begins is True:
         tile_dz(refs, at, problem)
@@ -429,7 +430,7 @@ def _add_tile(
 def _split(x: Array) -> tuple[Array, Array]:
     """Returns a float32 as its bfloat16, rounded to nearest, and the distance to it.
 
-    The distance is in units of float32 (one unit is lost at an exact tie).
+    The distance is in units of float32 (one unit is lost in an exact tie).
     """
     high = x.astype(jnp.bfloat16)
     distance = jax.lax.bitcast_convert_type(x, jnp.int32) - jax.lax.bitcast_convert_type(
@@ -456,7 +457,7 @@ class Problem(NamedTuple):
     layout: Layout
     soft_cap: float | None
     has_bias: bool
-    split: bool  # the gradient of hidden is two halves of a float32; else it is float32
+    split: bool  # the gradient of hidden is two halves of a float32; otherwise it is float32
     blocks: Blocks
     dtype: jnp.dtype  # the dtype of the products
     head_dtype: jnp.dtype  # the dtype of the head's gradient
@@ -486,7 +487,7 @@ class At(NamedTuple):
 
     column_block: Array
     tile: Array
-    first_width: Array | int = 0  # where the part of the width begins that the state holds
+    first_width: Array | int = 0  # where the part of the width in the state begins
     adds_nothing: Array | bool = False  # to the head's gradient: nothing is in it yet
     bias_adds_nothing: Array | bool = False
     begins: Array | bool = True  # the tile: later steps do the rest of its width
@@ -513,8 +514,8 @@ def tile_dz(refs: Tile, at: At, problem: Problem) -> None:
         def _start():
             d_head[...] = jnp.zeros(d_head.shape, d_head.dtype)
 
-    # Memory beyond the arrays was never loaded and may be NaN, which a product would spread: it is
-    # set to 0.
+    # Memory beyond the arrays was never loaded and may be NaN, which would spread through a
+    # product: it is set to 0.
     if problem.tokens % rows:
 
         @pl.when(at.tile == problem.tokens // rows)

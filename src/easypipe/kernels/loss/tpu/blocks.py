@@ -1,23 +1,23 @@
 """Plans the block sizes of the TPU kernels, by a table of devices: VMEM, cores, bytes moved.
 
-FLOPs are 2·T·D·V forward and 6·T·D·V backward in any blocks, but for *apart* below.
+FLOPs are 2·T·D·V forward and 6·T·D·V backward for any blocks, except for *apart* below.
 
-Forward. B tokens stay in VMEM while the head streams past: it is read ceil(T / B) times, the hidden
-states once for each TensorCore.
+Forward. B tokens stay in VMEM while the head streams past. The head is read ceil(T / B) times, the
+hidden states once for each TensorCore.
 
-Backward, resident. Hidden states and their gradient stay in VMEM; head and its gradient pass once.
-Nothing is moved twice.
+Backward, resident. Hidden states and their gradient stay in VMEM; the head and its gradient pass
+once. Nothing is moved twice.
 
-Backward, streaming. C columns of the head and their gradient stay while the tokens stream past:
-hidden states are read, their gradient is read and written, so 10·T·D bytes (in bfloat16) for each
-of ceil(V / C) blocks.
+Backward, streaming. C columns of the head and their gradient stay while the tokens stream past.
+Hidden states are read, and their gradient is read and written. That is 10·T·D bytes (in bfloat16)
+for each of ceil(V / C) blocks.
 
 Backward, apart. Two passes, and 8·T·D·V FLOPs: C columns stay while hidden states are read ceil(V /
-C) times; then B tokens stay while the head is read ceil(T / B) times. It is chosen where the sums
-of *streaming* would take more than SUM_BYTES of HBM.
+C) times; then B tokens stay while the head is read ceil(T / B) times. It is chosen if the sums of
+*streaming* would take more than SUM_BYTES of HBM.
 
-In both passes, fewest bytes are moved where as much as VMEM holds stays in it; what streams needs
-room too, enough to keep the matrix unit busy.
+In both passes, the fewest bytes are moved when as much as fits stays in VMEM; the stream needs
+space too, enough to keep the matrix unit busy.
 
 T tokens · D width · V vocabulary
 """
@@ -39,18 +39,18 @@ LANES = 128  # the last dimension of a block is a multiple of this, or the whole
 ROW_SIZES = (512, 256, 128)  # tokens of a tile, as available
 FORWARD_COLUMNS = (512, 256, 128)
 RESIDENT_COLUMNS = (1024, 512, 256)
-# The share of the width in one streaming step: the first that divides it, else all of it.
+# The share of the width in one streaming step: the first that divides it, otherwise all of it.
 WIDTH_SHARES = (1024, 896, 1280, 768, 640, 512)
 COLUMN_STEP = 256  # columns whose logits are in float32 at once in the backward pass
 WIDTH_STEP = 256  # numbers of the width at once in its two products
-# With so many columns a streaming backward pass is bound by the matrix unit on every generation.
+# With this many columns, a streaming backward pass is bound by the matrix unit on every generation.
 FEWEST_COLUMNS = 640
 RESERVED = 2 * MIB  # VMEM that is left to the compiler
 SLACK = MIB  # VMEM that a kernel may take beyond its accounting
-# The most HBM that the gradient of the hidden states may take in the making beside the result.
+# The most HBM for the gradient of the hidden states while it is summed, in addition to the result.
 SUM_BYTES = 256 * MIB
-STATE = 4  # bytes of a gradient in the making: float32, whole or in two halves
-PER_TOKEN = 8 * 4  # bytes of the numbers that are given or returned for a token
+STATE = 4  # bytes of a gradient that is being summed: float32, whole or in two halves
+PER_TOKEN = 8 * 4  # bytes of the numbers that are passed in or returned for a token
 
 
 class Device(NamedTuple):
@@ -74,7 +74,7 @@ DEVICES = {  # by jax's device_kind
     "TPU v6e": V6E,
     "TPU7x": V7X,
 }
-# The least of the generations above; it also serves a program that is lowered without naming its
+# The least of the generations above; it is also used if a program is lowered without naming its
 # device.
 UNKNOWN = Device(64 * MIB, 1)
 TOO_SMALL = ("TPU v2", "TPU v3", "TPU v4")  # 16 MiB of VMEM
@@ -93,9 +93,9 @@ class Blocks(NamedTuple):
         back_columns: Columns that stay in the backward pass.
         back_width: Numbers of the width, of the gradient of the hidden states, in one streaming
             step.
-        resident: 1 where hidden states and their gradient stay in VMEM in the backward pass.
-        own_tokens: Tokens that stay in a pass for the gradient of the hidden states alone; 0 where
-            there is none (then back_width is not 0).
+        resident: 1 if hidden states and their gradient stay in VMEM in the backward pass.
+        own_tokens: Tokens that stay in a pass for only the gradient of the hidden states; 0 if
+            there is no such pass (then back_width is not 0).
         own_columns: Columns that stream in that pass.
     """
 
@@ -152,7 +152,7 @@ def plan_blocks(device: Device, sizes: Sizes) -> Blocks:
     Their tiles fill the matrix unit.
 
     Raises:
-        ConfigError: Not even the smallest fit.
+        ConfigError: Not even the smallest blocks fit.
     """
     forward = min(
         _forward_choices(device, sizes),
@@ -172,7 +172,7 @@ def plan_blocks(device: Device, sizes: Sizes) -> Blocks:
 def needs_own_pass(sizes: Sizes) -> bool:
     """Returns whether the low halves of the hidden states' gradient take more than SUM_BYTES.
 
-    A float32 gradient has none.
+    A float32 gradient does not have low halves.
     """
     return sizes.out < STATE and sizes.tokens * sizes.width * (STATE - sizes.out) > SUM_BYTES
 
@@ -254,7 +254,7 @@ def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
 
 
 def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
-    """Returns what is worth measuring: the plan, and each half of it in other tiles that fit."""
+    """Returns the blocks worth measuring: the plan, and each half of it in other tiles that fit."""
     plan = plan_blocks(device, sizes)
     forward = [Blocks(*blocks[:4], *plan[4:]) for blocks in _forward_choices(device, sizes)]
     halves = _backward_choices(device, sizes, ROW_SIZES)
@@ -265,7 +265,7 @@ def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
 def row_block(device: Device, vocab: int, dtype: DTypeLike) -> int:
     """Returns how many rows of logits with their whole vocabulary stay in VMEM.
 
-    They are read and written while their neighbours are worked on.
+    They are read and written while their neighbours are processed.
 
     Raises:
         ConfigError: Not even the least number of rows fits.
@@ -297,9 +297,9 @@ def even_split(size: int, most: int, parts: int) -> int | None:
 
 
 def fitted(blocks: Blocks, device: Device, sizes: Sizes) -> Blocks:
-    """Returns `blocks` of another shape of the same bucket, cut down to this one.
+    """Returns the blocks of another shape in the same bucket, cut down to this one.
 
-    A half that cannot be cut down is planned anew.
+    A half that cannot be cut down is planned again.
     """
     plan = plan_blocks(device, sizes)
     forward = blocks if blocks.parts == plan.parts else plan
@@ -408,7 +408,7 @@ def _forward_choices(device: Device, sizes: Sizes) -> Iterator[Blocks]:
 
 
 def _plan_backward(device: Device, sizes: Sizes) -> Blocks | None:
-    """Returns the best blocks of the backward pass; None where none fit."""
+    """Returns the best blocks of the backward pass, or None if none fit."""
     for blocks in _resident_choices(device, sizes):
         return blocks
     found = list(_backward_choices(device, sizes, ROW_SIZES[1:]))
@@ -419,8 +419,8 @@ def _plan_backward(device: Device, sizes: Sizes) -> Blocks | None:
             key=lambda blocks: (blocks.back_rows, -backward_bytes(blocks, sizes)),
             default=None,
         )
-    # 256 rows for the sake of the matrix unit, unless 128 leave room for more columns where these
-    # are too few
+    # 256 rows suit the matrix unit best, unless 128 leave space for more columns when these are too
+    # few
     for blocks in found:
         if blocks.back_columns >= min(FEWEST_COLUMNS, sizes.vocab):
             return blocks
@@ -445,7 +445,7 @@ def _resident_choices(device: Device, sizes: Sizes) -> Iterator[Blocks]:
 def _streaming_choices(
     device: Device, sizes: Sizes, row_sizes: tuple[int, ...]
 ) -> Iterator[Blocks]:
-    """Yields blocks for *streaming*, on every core wherever the tiles can be dealt out evenly."""
+    """Yields blocks for *streaming*, on every core if the tiles can be divided evenly."""
     share = next((part for part in WIDTH_SHARES if sizes.width % part == 0), sizes.width)
     for parts in sorted({device.cores, 1}, reverse=True):
         dealt = False
@@ -463,9 +463,9 @@ def _streaming_choices(
 
 
 def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...]) -> Iterator[Blocks]:
-    """Yields blocks for *apart*, in which as much stays as fits.
+    """Yields blocks for *apart*, in which as much as fits stays in VMEM.
 
-    They use every core wherever the columns can be dealt out evenly.
+    They use every core if the columns can be divided evenly.
     """
     for parts in sorted({device.cores, 1}, reverse=True):
         dealt = False
@@ -495,7 +495,7 @@ def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...]) -> 
 
 
 def _most_columns(device: Device, sizes: Sizes, rows: int, share: int) -> int:
-    """Returns how many columns of the head VMEM holds beside their gradient.
+    """Returns how many columns of the head fit in VMEM together with their gradient.
 
     Tiles of `rows` tokens stream past them. 0 means less than one tile.
     """

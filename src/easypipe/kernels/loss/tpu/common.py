@@ -36,12 +36,12 @@ def named_call(
 ) -> dict[str, Array]:
     """Calls pallas_call of `kernel(inputs, outputs, scratch)`, which finds its references by name.
 
-    An output that is named as an input lies in its place.
+    An output with the name of an input takes its place.
 
     Args:
         cores: The first dimension of the grid is spread over the cores.
         vmem: The bytes of VMEM that the kernel may take.
-        index: A number that index maps and kernel (as "index") get besides.
+        index: A number that index maps and kernel (as "index") also receive.
     """
     num_index = index is not None
 
@@ -80,7 +80,7 @@ def some(start: Array | int, size: int) -> pl.Slice:
 
 
 def in_steps(size: int, step: int, do: Callable[[pl.Slice, Carry], Carry], carry: Carry) -> Carry:
-    """Computes `carry = do(pl.ds(start, step), carry)` for all of `size`, in a loop of the device.
+    """Computes `carry = do(pl.ds(start, step), carry)` for all of `size`, in a loop on the device.
 
     Unrolled, the loop takes minutes to compile.
     """
@@ -118,7 +118,7 @@ def product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
 
 
 def shape_like(shape: tuple[int, ...], dtype: DTypeLike, array: Array) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a result that varies over the mesh axes over which `array` does.
+    """Returns the shape of a result that varies over the same mesh axes as `array`.
 
     This matters inside a shard_map that checks them.
     """

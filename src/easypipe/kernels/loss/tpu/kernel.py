@@ -1,17 +1,17 @@
 """The loss kernels of TPUs (v5e to tpu7x) as the api calls them: refusals, and the forward pass.
 
-*strict*: no logits beyond a tile in VMEM. 8·T·D·V FLOPs, forward and backward; bytes: see
-blocks.py. Besides its results the backward pass has 2·T·D bytes in HBM (for bfloat16), and on two
-TensorCores one block of columns of the head's gradient in float32. Where these would be more than
-256 MiB it has none of them, and 10·T·D·V FLOPs. *fast*: the matrix products are XLA's (chunked.py);
-between them `row_step` turns a chunk of logits into its gradient, in place, in one reading and one
-writing.
+*strict*: no logits exist beyond a tile in VMEM. It takes 8·T·D·V FLOPs, forward and backward; for
+bytes, see blocks.py. In addition to its results the backward pass has 2·T·D bytes in HBM (for
+bfloat16), and on two TensorCores one block of columns of the head's gradient in float32. If these
+would be more than 256 MiB it has none of them, and takes 10·T·D·V FLOPs. *fast*: XLA computes the
+matrix products (chunked.py). Between them `row_step` turns a chunk of logits into its gradient, in
+place, with one read and one write.
 
 Forward. Grid (part p, block of tokens i, block of columns j, rows k of the token block). A block of
-tokens (with the whole width) stays in VMEM while the head streams past it, so the head is read once
-for each block of tokens, and the larger the block, the fewer bytes are moved. Each part takes its
-own share of the columns; on a chip of two TensorCores the two parts run side by side ("parallel"),
-and their sums are merged outside, as those of vocabulary shards are.
+tokens (with the whole width) stays in VMEM while the head streams past it. So the head is read once
+for each block of tokens, and larger blocks move fewer bytes. Each part takes its own share of the
+columns; on a chip of two TensorCores the two parts run side by side ("parallel"), and their sums
+are merged outside, like those of vocabulary shards.
 
 T tokens · D width · V vocabulary · B tokens that stay · R rows of a tile · C columns of a tile
 """
@@ -77,7 +77,7 @@ MOST_COLUMNS = 1 << 24  # column ids travel as float32
 def refusals(hidden: ShapedArray, lm_head: ShapedArray, *, layout: Layout) -> list[str]:
     """Returns every reason why these arguments cannot run on any TPU from v5e on.
 
-    An older TPU that is compiled for is a reason too.
+    An older TPU as the compilation target is a reason too.
     """
     reasons = []
     tokens, width = hidden.shape
@@ -146,12 +146,12 @@ def _blocks(
     layout: Layout,
     grad_dtype: DTypeLike | None = None,
 ) -> Blocks:
-    """Returns the blocks that are given, else those of the tuning table, else planned ones.
+    """Returns the given blocks, or those of the tuning table, or planned ones.
 
-    The table is asked for the device that is compiled for.
+    The table is searched for the device of the compilation.
 
     Raises:
-        ConfigError: The blocks that are given cannot run.
+        ConfigError: The given blocks cannot run.
     """
     kind = tuning.device_kind()
     device = device_of(kind)
@@ -182,8 +182,8 @@ def _blocks(
 def _as_it_lies(inputs: Inputs, layout: Layout) -> tuple[Inputs, Layout, bool]:
     """Returns `(inputs, layout, whether lm_head was transposed)`.
 
-    A TPU stores a matrix with that dimension last which needs less padding to tiles of 8 by 128;
-    read so, nothing is copied: the transpose here is but another name for the same bytes.
+    A TPU stores last the dimension of a matrix that needs less padding to tiles of 8 by 128. If it
+    is read that way, nothing is copied: the transpose here is only another name for the same bytes.
     """
     rows, columns = inputs.lm_head.shape
     if rounded(rows, 8) * rounded(columns) <= rounded(columns, 8) * rounded(rows):
@@ -218,7 +218,8 @@ def _parts(
     num_columns = cdiv(vocab, blocks.columns)
     per_part = cdiv(num_columns, blocks.parts)
 
-    # A part may end with blocks beyond the vocabulary: they read the last one again and are masked.
+    # A part may end with blocks beyond the vocabulary: they read the last block again and are
+    # masked.
     def column_block(p: Array, i: Array, j: Array, k: Array) -> Array:
         return jnp.minimum(p * per_part + j, num_columns - 1)
 

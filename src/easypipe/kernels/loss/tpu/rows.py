@@ -1,9 +1,9 @@
-"""The sums and gradients of rows of logits that are at hand, on a TPU.
+"""The sums and gradients of rows of given logits, on a TPU.
 
 Each logit is read once, and its gradient is written over it, once.
 
-R rows with their whole vocabulary stay in VMEM while they are passed twice: once for the four sums,
-once for the gradient. In XLA the two passes are two or three readings of the logits from HBM.
+R rows with their whole vocabulary stay in VMEM for two passes, one for the four sums and one for
+the gradient. In XLA the two passes read the logits two or three times from HBM.
 
 C tokens · V vocabulary · R rows at once · S columns at once
 """
@@ -34,11 +34,11 @@ from easypipe.kernels.loss.tpu.common import LOWEST, Interpret, in_steps, shape_
 from easypipe.kernels.tuning import table as tuning
 
 COLUMN_STEP = 2048
-NUMBERS = 8  # numbers per token, given and returned: as many as a TPU stores together
+NUMBERS = 8  # numbers per token, passed in and returned: as many as a TPU stores together
 
 
 class _Known(NamedTuple):
-    """The numbers that are known of a token: float32[C] each, or float32[R, 1] in the kernel."""
+    """The numbers that are known about a token: float32[C] each, or float32[R, 1] in the kernel."""
 
     label: Array
     lse: Array | float = 0.0
@@ -55,7 +55,7 @@ def row_stats(
     soft_cap: float | None,
     interpret: Interpret = False,
 ) -> LogitStats:
-    """Returns Kernel.row_stats in one reading of the logits."""
+    """Returns Kernel.row_stats; reads the logits once."""
 
     def kernel(logits_ref: Ref, known_ref: Ref, out_ref: Ref) -> None:
         out_ref[...] = _packed(_stats(logits_ref, _known(known_ref).label, soft_cap), out_ref)
@@ -73,7 +73,7 @@ def row_gradients(
     soft_cap: float | None,
     interpret: Interpret = False,
 ) -> Float[Array, "C V"]:
-    """Returns Kernel.row_gradients in one reading, and one writing to the same place."""
+    """Returns Kernel.row_gradients; reads the logits once and writes to the same place once."""
 
     def kernel(logits_ref: Ref, known_ref: Ref, dx_ref: Ref) -> None:
         _put_gradient(logits_ref, dx_ref, _known(known_ref), soft_cap)
@@ -91,7 +91,7 @@ def row_step(
     soft_cap: float | None,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "C V"], LogitStats]:
-    """Returns Kernel.row_step in one reading, and one writing to the same place."""
+    """Returns Kernel.row_step; reads the logits once and writes to the same place once."""
 
     def kernel(logits_ref: Ref, known_ref: Ref, dx_ref: Ref, out_ref: Ref) -> None:
         known = _known(known_ref)
@@ -134,8 +134,8 @@ def _call(
         grid=(pl.cdiv(tokens, rows),),
         in_specs=[whole, narrow],
         out_specs=[outputs[result][0] for result in results],
-        # There is no alias in jax's interpreter, which returns aliased arrays that end within a
-        # block with the whole block.
+        # jax's interpreter has no alias here: it returns aliased arrays that end within a block
+        # with the whole block.
         input_output_aliases={0: 0} if "dx" in results and not interpret else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=device.vmem - RESERVED
