@@ -308,6 +308,13 @@ def test_the_limit_is_robust(caplog):
     assert caplog.messages == ["step 6: loss 6 is above 5.965, what the last 5 steps allow"]
 
 
+def test_where_the_patience_is_as_many_steps_as_may_be_skipped_the_run_goes_back():
+    spikes = SpikeConfig(patience=3)
+    guard = SpikeGuard(TrainingConfig(output_dir="x", spikes=spikes, max_nonfinite=3))
+    record = {"loss": None, "grad_norm": 1.0, "param_norm": 1.0}
+    assert [guard.judge({"step": step, **record}) for step in (1, 2, 3)] == [False, False, True]
+
+
 def trailing(flags):
     """How many at the end are True."""
     return next((n for n, flag in enumerate(reversed(flags)) if not flag), len(flags))
@@ -345,7 +352,7 @@ def test_a_guard_judges_as_its_rules_say_also_where_it_was_saved_at_every_step(s
         sound += [] if bad[-1] else [loss]
         back = trailing(bad) >= patience
         rollbacks += back
-        ends = trailing(skipped) >= limit or rollbacks > most
+        ends = rollbacks > most if back else trailing(skipped) >= limit
         guard = SpikeGuard(config)
         guard.restore(json.loads(json.dumps(kept)), step - 1, ())
         if ends:

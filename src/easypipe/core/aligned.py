@@ -22,7 +22,7 @@ LOSS_WEIGHTS = "loss_weights"
 LOOK_AHEAD_WEIGHT = "look_ahead_weight"
 # in batches, if requested: the number of the dataset that each token came from
 SOURCE_IDS = "source_ids"
-# the values of tokens in datasets without such a column, and of an EOS that is added
+# the values of tokens in datasets without such a column, where these are not 0
 NEUTRAL = {LOSS_WEIGHTS: 1.0}
 
 

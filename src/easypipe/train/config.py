@@ -292,7 +292,8 @@ class TrainingConfig:
     # what happens at a step whose loss or gradient is not finite: `skip` leaves the step out and
     # continues, `stop` ends the run
     on_nonfinite: Literal["skip", "stop"] = "skip"
-    max_nonfinite: int = 10  # the run stops after this many skipped steps in succession
+    # the run stops after this many skipped steps in succession; with spikes it goes back instead
+    max_nonfinite: int = 10
     # go back to the last good checkpoint after spikes of the loss; None never goes back
     spikes: SpikeConfig | None = None
     # the processes of a run on several hosts

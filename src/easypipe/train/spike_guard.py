@@ -61,7 +61,8 @@ class SpikeGuard:
         self._nonfinite = self._nonfinite + 1 if skipped else 0
         lost = not skipped and record["param_norm"] is None  # no later step can be finite
         if skipped:
-            self._skip(at, record)
+            waits = self._spikes is None or self._bad + 1 < self._spikes.patience
+            self._skip(at, record, most=self._config.max_nonfinite if waits else None)
         if self._spikes is None:
             if lost:
                 fix = (
@@ -133,8 +134,13 @@ class SpikeGuard:
         if state is None or (self.good and self.good not in saved):
             self.good = step
 
-    def _skip(self, at: str, record: Record) -> None:
+    def _skip(self, at: str, record: Record, most: int | None) -> None:
         """Warns of a step that is not finite.
+
+        Args:
+            at: The step, in words.
+            record: Its record.
+            most: How many skipped steps in succession end the run; None: the run goes back anyway.
 
         Raises:
             TrainError: The options do not allow to skip it.
@@ -143,7 +149,7 @@ class SpikeGuard:
         rate = f" at learning rate {record['learning_rate']:g}" if "learning_rate" in record else ""
         problem = f"the {what} is not finite{rate}"
         if self._config.on_nonfinite == "skip":
-            if self._nonfinite < self._config.max_nonfinite:
+            if most is None or self._nonfinite < most:
                 logger.warning("%s: skipped, its %s is not finite%s", at, what, rate)
                 return
             problem = f"{self._nonfinite} steps in a row were skipped: {problem}"

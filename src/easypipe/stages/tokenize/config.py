@@ -17,7 +17,7 @@ class TokenizeStageConfig:
             None keeps all.
         batch_size: Texts encoded at a time; affects memory and speed, never tokens.
         num_workers: Ranges of rows that are read and encoded at a time, each held in memory; None
-            takes one per core. As many datasets below 1 MB (8 with None) are prepared at a time.
+            takes one per core. As many datasets of up to 1 MiB (8 with None) are prepared at once.
         cache_tokenized: False means cache_enabled=False for every dataset; None and True store
             tokens. Streaming stores none, and with True a warning says so.
         remove_columns: Columns of the sources that are not kept beside the tokens of saved

@@ -127,7 +127,7 @@ class OptimizerConfig:
     # which has no other
     schedule: ScheduleName | None = None
     # steps of the warm-up. Step k of them (from 0) has the rate learning_rate * (k + 1) /
-    # (warmup_steps + 1)
+    # (warmup_steps + 1); one_cycle rises along half a cosine from a 25th of learning_rate
     warmup_steps: int = 0
     # last steps, in which the rate of wsd, constant and inverse_sqrt falls; None means a tenth of
     # all steps for wsd, else 0
