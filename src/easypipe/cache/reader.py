@@ -260,7 +260,7 @@ class TokenCache(Source):
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         """Returns the rows `start` to `stop` of a source shard that were kept.
 
-        There is no copy if they are all in one part that stays mapped.
+        Nothing is copied if they are all in one part that stays mapped.
 
         Raises:
             SourceError: The shard has no such rows.

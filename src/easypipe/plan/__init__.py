@@ -1,1 +1,1 @@
-"""Decides which document stands in which row, with integers only: no files, no jax."""
+"""Decides which document is in which row, with integers only: no files, no jax."""

@@ -140,7 +140,7 @@ class CachedFeed:
         return WindowRule(stage, docs, None, parts, child(self._row_key, state.index))
 
     def _parts(self, state: WindowState[int], stage: Stage) -> Sequence[Fraction]:
-        """Returns each dataset's expected part of the draws; () where weights count documents.
+        """Returns each dataset's expected part of the draws; () if weights count documents.
 
         It is the dataset's share, divided by its mean length if shares are of tokens. If all
         datasets have left, all have the same part. Then, under strategy "concat", only the rest of

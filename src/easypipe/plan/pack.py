@@ -44,7 +44,7 @@ class PackSpec:
             remainder ("split"), cut off ("truncate"), left out ("drop"), or refused ("error").
             Documents that fit a row are never cut. "stream" cuts where rows end, and supports only
             "split".
-        shuffle_rows: Permutes the rows of a window; without it first_fit gives rows of long
+        shuffle_rows: Permutes the rows of a window; without it first_fit returns rows of long
             documents first.
     """
 

@@ -82,7 +82,7 @@ class PlanSpec:
             such limit.
         num_epochs: How often a mixture that ends is drawn, with new permutations each time; None
             repeats it forever.
-        pack: How documents are packed; None gives every document a row of its own.
+        pack: How documents are packed; with None every document has a row of its own.
         schedule: Weights by training step in place of `weights`, which then only size windows.
         unit: The unit of shares; "tokens" are those that get a place in a row.
         block: Under a schedule, the number of documents in the block to which shares are rounded.

@@ -205,7 +205,7 @@ class Plan:
         return self._cached(row) or self._planned(row)
 
     def locate(self, row: int) -> RowAddress:
-        """Returns which documents stand in `row`; reads no tokens.
+        """Returns which documents are in `row`; reads no tokens.
 
         Raises:
             PlanError: The row is after the last.
@@ -397,7 +397,7 @@ class Plan:
             state = window.after
 
     def check_that_some_document_fits(self) -> None:
-        """Checks that packing gives some document a place.
+        """Checks that packing finds a place for some document.
 
         Raises:
             PlanError: Packing leaves out every document.

@@ -422,7 +422,7 @@ def resolve_remote(
     """Returns the files that a URL, a pattern or a folder of an object store names.
 
     Raises:
-        MissingFileError: There is no such file.
+        MissingFileError: The file does not exist.
         SourceError: The store cannot be asked.
     """
     name = remote.public_url(text)

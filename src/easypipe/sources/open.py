@@ -49,7 +49,7 @@ def open_files(
     Args:
         data_files: Paths, globs, folders or URLs.
         type: The format, a key of FORMATS; None takes the format of the extensions.
-        token_files: How documents lie in files of tokens.
+        token_files: How documents are laid out in files of tokens.
         text_unit: What a row of text files is; None takes a line.
         options: Those of FileSource.
 

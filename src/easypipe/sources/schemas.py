@@ -79,7 +79,7 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
     fields. Fixed-size lists become lists when they meet others.
 
     Raises:
-        TypeConflict: There is no such type.
+        TypeConflict: No type holds both.
     """
     t = pa.types
     if first.equals(second) or t.is_null(second):
@@ -180,7 +180,7 @@ def _require_same_classes(
 
 
 def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns `array` as `kind`, a type that merge_types made of its plain type and others.
+    """Returns `array` as `kind`, a type that merge_types made from its plain type and others.
 
     Raises:
         pa.ArrowInvalid: A value does not fit.

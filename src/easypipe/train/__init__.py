@@ -1,7 +1,7 @@
 """Training: model, optimizer, step, checkpoints, metrics.
 
-Names are loaded when first used: they bring jax with them, and the configuration of a run is read
-without it.
+Names are loaded when first used: they import jax, and the configuration of a run is read without
+it.
 """
 
 from easypipe.core.lazy import lazy_exports

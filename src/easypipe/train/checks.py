@@ -11,8 +11,8 @@ from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Batch, Json, attribute_of
 from easypipe.train.config import TrainingConfig
 
-# The steps of a plan if the data decides the length of the run: the length of the schedule is a
-# constant of the program.
+# The steps of a plan if the data decides the length of the run: the program contains the length of
+# the schedule as a constant.
 MANY_STEPS = 1_000_000
 
 
@@ -20,7 +20,7 @@ MANY_STEPS = 1_000_000
 class EpochStyle(Protocol):
     """A loader that has passes: each iteration after a finished one is the next pass.
 
-    Its states know the pass (as those of EpochLoader do).
+    Its states know the pass, like those of EpochLoader.
     """
 
     def set_epoch(self, epoch: int) -> None: ...
@@ -51,14 +51,14 @@ class KnowingState(Protocol):
 
 @runtime_checkable
 class Explaining(Protocol):
-    """A loader that knows which documents are in a batch, as the Loader of a plan does."""
+    """A loader that knows which documents are in a batch, like the Loader of a plan."""
 
     def explain(self, step: int) -> Any: ...
 
 
 @runtime_checkable
 class Sourced(Protocol):
-    """A loader whose batches may tell the dataset of a token, by `source_ids`.
+    """A loader whose batches may name the dataset of each token, by `source_ids`.
 
     The ids are indices of `source_names`.
     """
@@ -76,7 +76,7 @@ class Closing(Protocol):
 
 @dataclass
 class Shapes:
-    """A stand-in for a loader where only shapes are needed.
+    """A stand-in for a loader if only shapes are needed.
 
     Attributes:
         batch_size: Rows of a batch.
@@ -128,7 +128,7 @@ def sources_of(loader: BatchLoader, at: str) -> Sequence[str]:
     """Returns the names of the datasets that the batches of a loader tell apart.
 
     Raises:
-        ConfigError: They do not tell datasets apart.
+        ConfigError: They do not distinguish datasets.
     """
     names = loader.source_names if isinstance(loader, Sourced) else ()
     require(
@@ -152,8 +152,8 @@ def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
     """Returns the number of steps of a run, from its options or its loader.
 
     Raises:
-        ConfigError: The loader has another batch size or number of passes than the config gives, or
-            fewer batches than steps, or neither says how long the run is.
+        ConfigError: The batch size or the number of passes differs between loader and config, the
+            loader has fewer batches than steps, or neither says how long the run is.
     """
     require(
         config.batch_size in (None, train.batch_size),
@@ -204,7 +204,8 @@ def micro_batches(at: str, loader: BatchLoader, pieces: int) -> bool:
     Raises:
         ConfigError: The loader's A is neither 1 nor `pieces`.
     """
-    cut = attribute_of(loader, "accumulation_steps") or 1  # other BatchLoaders have no such name
+    # other BatchLoaders do not have this name
+    cut = attribute_of(loader, "accumulation_steps") or 1
     if cut in (1, pieces):
         return cut > 1
     raise ConfigError(

@@ -87,18 +87,18 @@ class HeldOut:
 
 
 class Engine:
-    """The parts of a training run, from which `easypipe.Trainer` (which also takes data) is built.
+    """The parts of a training run. `easypipe.Trainer`, which also takes data, is built from them.
 
     The rest of this package trains with an Engine.
 
     Args:
-        model: A ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (with
-            options, as a PretrainedConfig), whose files are read onto the mesh when the run begins;
-            a function of nnx.Rngs that builds an nnx.Module; an nnx.Module, whose arrays are
-            copied; or a Flax Linen module, which is used through nnx.bridge.
+        model: A ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (or,
+            with options, as a PretrainedConfig), whose files are read onto the mesh when the run
+            begins; a function of nnx.Rngs that builds an nnx.Module; an nnx.Module, whose arrays
+            are copied; or a Flax Linen module, which is used through nnx.bridge.
         config: The options of the run.
         train: Any BatchLoader. Its batches have input_ids and labels, Int32[B, S], and segment_ids
-            and position_ids where rows are packed. One batch is the batch of one optimizer step.
+            and position_ids if rows are packed. One batch is the batch of one optimizer step.
         evals: Held-out loaders by name.
         loss: A function of (module, batch) that returns a mean over the batch's targets, or such a
             mean and further means by name, or a LossOutput of sums (see
@@ -110,16 +110,16 @@ class Engine:
         listener: A function that receives every event of the run; see easypipe.train.events.
         callbacks: Listeners that may also stop the run or keep a state.
         mesh: The device mesh; default: `make_mesh(config.mesh)`. Any other mesh has the same axes.
-            If the loader has the same mesh, its batches are used where they lie.
-        optimizer: Any optax transformation over a flat dict of parameters by dotted name, schedule
-            and clipping included, in place of `config.optimizer`.
+            If the loader has the same mesh, its batches are used in place.
+        optimizer: Any optax transformation over a flat dict of parameters by dotted name, including
+            schedule and clipping, instead of `config.optimizer`.
         tokenizer: The name or path of the tokenizer that made the tokens. It is recorded, so that
             it can be saved with the model.
-        turns: How the conversations of the data are written; it is recorded for the same reason.
+        turns: How the conversations of the data are written; recorded for the same reason.
 
     Raises:
-        ConfigError: Something cannot run; PlacementError if rows do not fit the mesh. For a
-            published model the errors of load_pretrained: its config.json is read, but no other
+        ConfigError: Something cannot run; PlacementError if rows do not fit the mesh. A published
+            model can raise the errors of load_pretrained: its config.json is read, but no other
             file is touched and no array is made.
     """
 
@@ -153,7 +153,8 @@ class Engine:
         scores = config.preference is not None and config.preference.scores
         self.origin = origin_of(model, config.seed, config.lora, scores=scores)
         self._compile(loss, optimizer)
-        self.made_of: str | None = None  # a digest of what makes the first state, if known
+        # a digest of everything that decides the first state, if known
+        self.made_of: str | None = None
         if self.origin.shape is not None and optimizer is None:
             options = (config.optimizer.resolved(), self.steps, config.lora, config.seed, scores)
             shape = self.origin.shape
@@ -226,8 +227,8 @@ class Engine:
     def _compile(self, loss: LossFn | None, optimizer: optax.GradientTransformation | None) -> None:
         """Sets the layout, the optimizer and the steps, which are compiled at their first call."""
         config = self.config
-        # The shapes of a module from elsewhere are found on one device: the mesh itself would
-        # refuse a size without naming the parameter.
+        # The shapes of a module from elsewhere are found on one device, because the mesh itself
+        # would refuse a size without naming the parameter.
         apart = self.mesh if self.origin.config else make_mesh(devices=[self.mesh.devices.flat[0]])
         with states.on(apart, self.rules):
             abstract = nnx.eval_shape(self.origin.build)
@@ -330,7 +331,7 @@ class Engine:
         return noise_columns(alpha, self.config.seed)
 
     def _told(self, model: nnx.Module, sources: Sequence[str]) -> Sequence[str]:
-        """Returns the names of what the loss reports beside NLL.
+        """Returns the names of what the loss reports besides NLL.
 
         A loss from Python is not known here: see `check_metrics`.
         """
@@ -344,9 +345,7 @@ class Engine:
     def check_metrics(self, state: states.TrainState, batch: Batch) -> None:
         """Checks the metrics that callbacks watch against those that a loss from Python reports.
 
-        The loss is only traced.
-
-        Nothing is computed.
+        The loss is only traced; nothing is computed.
 
         Args:
             state: The state before the first step.
@@ -383,8 +382,8 @@ class Engine:
     def _num_tokens(self) -> int | None:
         """Returns the vocabulary size of the data's tokenizer.
 
-        It is None if the tokenizer is unknown or can no longer be read, which training does not
-        need.
+        It is None if the tokenizer is unknown or can no longer be read, as training does not need
+        it.
         """
         try:
             return None if self.tokenizer is None else load_tokenizer(self.tokenizer).vocab_size
@@ -395,7 +394,7 @@ class Engine:
         """Returns the measures of targets that `train.measure` names.
 
         Raises:
-            ConfigError: bits_per_byte is asked for, and the bytes of the tokens are not known.
+            ConfigError: bits_per_byte is asked for, but the bytes of the tokens are not known.
         """
         names, sizes = self.config.measure, None
         if "bits_per_byte" in names:
@@ -459,7 +458,7 @@ class Engine:
             first: The state before the first step, whose model is the reference.
 
         Raises:
-            ConfigError: The data is a loader, of which it is not known how to read all data once.
+            ConfigError: The data is a loader, and it is not known how to read all of its data once.
         """
         if isinstance(self.reference, CachedReference):
             if self.passes is None:
@@ -471,7 +470,7 @@ class Engine:
             self.reference.fill(first, self.passes, self.mesh, to_dict(self.origin.shape))
 
     def saved(self, state: states.TrainState) -> Arguments:
-        """Returns the named arrays that a checkpoint holds of a state, or of an abstract one."""
+        """Returns the named arrays that a checkpoint holds for a state, or for an abstract one."""
         return self.layout.without_frozen(states.flatten(state))
 
     def completed(self, rest: Batch, batch: Batch) -> Batch:
@@ -487,8 +486,8 @@ class Engine:
         """Evaluates the state after `step` on every held-out loader.
 
         Returns:
-            For each loader, by name: loss and nll (nats a token, over all targets of all batches,
-            the short last one included), ppl, what the loss reports besides, and num_targets. nll
+            For each loader, by name: loss and nll (nats per token, over all targets of all batches,
+            including the short last one), ppl, what the loss reports besides, and num_targets. nll
             and ppl are None if the loss reports no nll.
 
         Raises:

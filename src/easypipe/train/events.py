@@ -1,10 +1,10 @@
 """Events of a training run: what listeners and callbacks receive, and what they may ask of the run.
 
-The command line draws the events and tests stop on them; the trainer knows neither.
+The command line displays the events and tests stop on them; the trainer knows neither.
 
 A listener is any function of a TrainEvent. A Callback is a listener with a method for each kind of
 event, which may also ask the run to stop, and keep a state in its checkpoints. Records hold Python
-numbers, read when the device had them ready; a model is made only where it is asked for.
+numbers, read when the device had them ready; a model is made only if it is asked for.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Control:
 
     Attributes:
         reason: Why the run shall stop after its current step, which is then saved as if it were the
-            last; None: it goes on.
-        ended: The same, if that is the final end of the run: started again, it stays there, unless
-            train.resume_changes has "ended".
+            last; None: it continues.
+        ended: The same, if that is the final end of the run: it stays ended when it is started
+            again, unless train.resume_changes has "ended".
         saving: Whether the step that was just evaluated shall be saved.
         kept: Steps whose checkpoints are kept whatever their age.
         looking: Whether an event "look" with the model shall follow the step that is about to be
@@ -55,8 +55,8 @@ class Control:
 
         Args:
             reason: Why; the first reason that is given counts.
-            for_good: Whether the run counts as ended when it is started again; otherwise it goes on
-                from here.
+            for_good: Whether the run counts as ended when it is started again; otherwise it
+                continues from here.
         """
         self.reason = self.reason or reason
         if for_good:
@@ -66,7 +66,7 @@ class Control:
         """Asks for a checkpoint of the step that was evaluated.
 
         Call it from on_eval, or from on_step of an evaluated step: after any other step, the next
-        one is already under way.
+        one is already running.
         """
         self.saving = True
 
@@ -89,9 +89,9 @@ class TrainEvent:
     - step: a line was written to metrics.jsonl; `record` is that line.
     - eval: some batches of a held-out loader were evaluated; `record` has name and batches.
     - evaluated: all were evaluated; `record` has the results by loader name.
-    - look: a callback asked for the model of this step, which was read and is sound.
+    - look: a callback asked for the model of this step, which was read and is finite.
     - checkpoint: a save of this step began.
-    - rollback: the state is again that of step record["to"]; the batches after it are skipped.
+    - rollback: the state is that of step record["to"] again; the batches after it are skipped.
     - end: the last step is done and saved.
     - exception: the run ends with the error record["error"] (its text), after the last step that
       was read.
@@ -136,7 +136,7 @@ class StatefulListener(TrainListener, Protocol):
 
 
 class Callback:
-    """A base class of listeners, to subclass: override the methods of the events you want.
+    """A base class of listeners: override the methods of the events you want.
 
     `Trainer(..., callbacks=[MyCallback()])`.
 

@@ -65,7 +65,7 @@ def load_trained(
         run: The output_dir of the run.
         step: The step of the checkpoint; None: the newest.
         base: The model that the run started from, if that was a module or a function from Python.
-        mesh: The mesh on which the arrays are to lie; None: whole on the first device.
+        mesh: The mesh on which to place the arrays; None: whole on the first device.
 
     Raises:
         MissingFileError: The folder has no checkpoints.
@@ -121,7 +121,7 @@ def _tokenizer(saved: Json, run: Path) -> str | None:
 
 
 def _named(origin: Json, run: Path) -> PretrainedConfig:
-    """Returns the published model that a run started from, as its checkpoint names it."""
+    """Returns the published model that a run started from, as recorded in its checkpoint."""
     named = from_dict(PretrainedConfig, origin["config"])
     return replace(named, pretrained=found_beside(str(named.pretrained), run))
 
@@ -163,7 +163,7 @@ def _model(
 
 
 def _origin(saved: Json, config: TrainingConfig, base: Model | None, at: str) -> Origin:
-    """Returns what the run started from, as its checkpoint describes it.
+    """Returns the model that the run started from, as its checkpoint describes it.
 
     Raises:
         ConfigError: It was a module or a function from Python, and `base` was not given.

@@ -1,6 +1,6 @@
 """The record files of a run folder (run.yaml, versions, changes, restarts ...), and reading them.
 
-JSON files carry a checksum of themselves: `write_kept` writes such a file and `read_kept` reads it.
+JSON files contain a checksum: `write_kept` writes such a file and `read_kept` reads it.
 
 No jax at import time: `easypipe explain` and `easypipe report` read these files anywhere.
 """
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import pydantic
 import yaml
-from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic does not accept another one before Python 3.12
 
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, parse_checked
@@ -31,19 +31,19 @@ from easypipe.train.checks import KnowingState
 
 # In train.output_dir: the resolved configuration, which `easypipe train` accepts again.
 RECORD = "run.yaml"
-LEDGER = "ledger.json"  # the ledger: where every row and token of the data went
+LEDGER = "ledger.json"  # the ledger: the fate of every row and token of the data
 PLAN = "plan.json"  # the tokens of each dataset, drawn and asked for
-# Versions of everything that affects the numbers; a new entry for each process that ran with
-# others.
+# Versions of everything that affects the numbers; a new entry for each process that ran with other
+# versions.
 VERSIONS = "versions.json"
-# What was allowed to differ when the run was resumed, an entry for each step where something did.
+# What was allowed to differ when the run was resumed, one entry for each step at which it differed.
 CHANGES = "changes.json"
 RESTARTS = "restarts.json"  # when and at which step the run was resumed
 FINGERPRINTS = "fingerprints.json"  # digests of the data of training and of each evaluation
 BEST = "best.json"  # the checkpoints that did best on held-out data, the best first
 
-# Keys of objects that earlier versions wrote without a checksum. What they wrote as a list now
-# stands under the name of the file.
+# Keys of objects that earlier versions wrote without a checksum. What they wrote as a list is now
+# under the name of the file.
 _OLDER: Mapping[str, Sequence[str]] = {
     LEDGER: ("entries", "facts"),
     FINGERPRINTS: ("train", "eval"),
@@ -72,9 +72,9 @@ def write_config(folder: Path, resolved: object) -> None:
 def write_versions(folder: Path, step: int) -> Json:
     """Adds the versions of this process to versions.json, unless they are those of the last entry.
 
-    Args:
+    step: The step from which this process continues.
         folder: The run's folder.
-        step: The step from which this process goes on.
+        step: The step from which this process continues.
 
     Returns:
         The entry, without its step.
@@ -98,7 +98,7 @@ def write_versions(folder: Path, step: int) -> Json:
 
 
 def write_restart(folder: Path, step: int) -> None:
-    """Adds an entry to restarts.json: the run goes on from `step` here and now.
+    """Adds an entry to restarts.json: the run continues from `step` here and now.
 
     Entries of that and later steps are dropped, because the run went back to before them.
     """
@@ -130,13 +130,13 @@ def write_changes(
     change: Json | None,
     of_data: Sequence[Json] = (),
 ) -> None:
-    """Brings changes.json up to date for a run that goes on at `step`.
+    """Updates changes.json for a run that continues at `step`.
 
     Entries of that and later steps are dropped, because the run went back to before them.
 
     Args:
         folder: The run's folder.
-        step: The step from which the run goes on.
+        step: The step from which the run continues.
         change: What changed at `step`, or None: "row", "changed" (key path → what it was and is)
             and "before" ("config" and "components" of the run up to there).
         of_data: All changes that the loader's state records, which include those that were made
@@ -181,7 +181,7 @@ def from_anywhere(name: str) -> str:
 def found_beside(name: str, run: Path) -> str:
     """Finds a tokenizer or model that a run recorded.
 
-    A relative path, as older runs recorded it, that does not exist from here is looked for in the
+    A relative path, as recorded by older runs, that does not exist from here is searched for in the
     run's folder and the folders above it, the nearest first.
     """
     path = Path(os.path.expanduser(name))
@@ -231,7 +231,7 @@ def _recorded(output_dir: str | Path) -> Settings | None:
     record = Path(os.path.expanduser(output_dir)) / RECORD
     if not record.exists():
         return None
-    with allowing_code():  # it may name functions, which are not a run
+    with allowing_code():  # it may name functions, which are only read here
         return load_yaml(record)
 
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first saves and leaves with a last message, a second acts as usual."""
+"""SIGINT and SIGTERM: the first saves and exits with a last message, a second acts as usual."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Interrupted(TrainError):
     """The error of a run that a signal stopped, after it was saved at `step`.
 
     Attributes:
-        signum: The number of the signal.
+        exit_code: The exit code that a shell expects: 128 + the signal's number.
         step: The step that was saved.
         exit_code: What a shell expects: 128 + the signal's number.
     """
@@ -36,10 +36,10 @@ class Interrupted(TrainError):
 
 
 class StopSignals:
-    """A context manager that notes a stop signal instead of letting it end the process.
+    """A context manager that records a stop signal instead of letting it end the process.
 
-    In a run of several processes `received` is the same in all of them, whichever process the
-    signal came to, so that they leave after the same step. Python lets only the main thread handle
+    In a run of several processes, `received` is the same in all of them, whichever process received
+    the signal, so that they exit after the same step. Python lets only the main thread handle
     signals: in another thread nothing is received, and signals act as before.
 
     Attributes:
@@ -63,15 +63,15 @@ class StopSignals:
         self._give_back()
 
     def agree(self) -> None:
-        """Takes note of a signal; called once a step, after the step was dispatched.
+        """Registers a signal; called once a step, after the step was dispatched.
 
-        A signal to another process is noted one step later.
+        A signal to another process is registered one step later.
         """
         came = self._came if self._largest is None else self._largest(self._came)
         self.received = self.received or came or None
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        """Notes the signal, and restores the handlers, so that a second signal acts as usual."""
+        """Records the signal, and restores the handlers, so that a second signal acts as usual."""
         self._came = signum
         self._give_back()
 

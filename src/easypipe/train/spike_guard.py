@@ -1,7 +1,7 @@
 """The spike guard: judges a loss by the median of the last ones, and decides when a run rolls back.
 
-Everything here follows from the losses read so far, and is saved with every checkpoint: a run that
-was killed decides as one that was not. `SpikeConfig` (train/config.py) has its patience.
+Everything here follows from the losses read so far, and is saved with every checkpoint: a killed
+run decides like one that was not. `SpikeConfig` (train/config.py) has its patience.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ _TO_SIGMA = 1.4826
 class SpikeGuard:
     """Judges the losses of a run, step by step, and counts its bad steps and roll-backs.
 
-    Attributes:
-        good: The step of the last checkpoint that was saved by the configured interval and not in
-            doubt, to which a run is rolled back; 0 is its start.
+    good: The step of the last checkpoint that was saved by the configured interval and is not in
+        doubt. A run is rolled back to it; 0 is its start.
         owes: Whether a save was due by the interval while the run was in doubt.
-        in_doubt: Whether the newest step was bad, so that a checkpoint of it would not be a good
-            one.
+        in_doubt: Whether the newest step was bad, so that a checkpoint of it would not be good.
         guards: Whether this run may be rolled back at all.
     """
 
@@ -53,8 +51,8 @@ class SpikeGuard:
             Whether the run has to be rolled back.
 
         Raises:
-            TrainError: The run must not go on: see TrainingConfig.on_nonfinite, max_nonfinite and
-                SpikeConfig.max_rollbacks.
+            TrainError: The run must not continue: see TrainingConfig.on_nonfinite, max_nonfinite
+                and SpikeConfig.max_rollbacks.
         """
         at, loss = f"step {record['step']}", record["loss"]
         skipped = loss is None or record["grad_norm"] is None
@@ -97,7 +95,7 @@ class SpikeGuard:
         return True
 
     def limit(self) -> float | None:
-        """Returns the loss above which a step is bad, or None until `window` good steps were seen.
+        """Returns the loss above which a step is bad; None before `window` good steps were seen.
 
         It is the median of the last `window` good steps plus `threshold` standard deviations, which
         are estimated by the median absolute deviation.
@@ -135,7 +133,7 @@ class SpikeGuard:
             self.good = step
 
     def _skip(self, at: str, record: Record, most: int | None) -> None:
-        """Warns of a step that is not finite.
+        """Warns about a step that is not finite.
 
         Args:
             at: The step, in words.
@@ -143,7 +141,7 @@ class SpikeGuard:
             most: How many skipped steps in succession end the run; None: the run goes back anyway.
 
         Raises:
-            TrainError: The options do not allow to skip it.
+            TrainError: The options do not allow skipping it.
         """
         what = "loss" if record["loss"] is None else "gradient norm"
         rate = f" at learning rate {record['learning_rate']:g}" if "learning_rate" in record else ""

@@ -32,7 +32,7 @@ Path = tuple[Hashable, ...]
 
 
 class TrainState(NamedTuple):
-    """What a run trains. The same structure also holds abstract arrays, or shardings.
+    """What a run trains. The same structure also holds abstract arrays or shardings.
 
     Attributes:
         params: Arrays that the optimizer updates, by name.
@@ -53,16 +53,17 @@ class ModelLayout:
 
     Attributes:
         graph: The model without its arrays.
-        paths: Where each named array stands in the model.
+        paths: The place of each named array in the model.
         params: The abstract arrays that are trained, by name.
         rest: The other abstract arrays, by name.
-        key_impls: For each random key in `rest` its implementation, as jax.random.key_impl names
-            it. Keys are held as their uint32 data, which every checkpoint format takes.
-        decays: For each parameter whether weight decay applies to it: True for matrices.
-        hidden: For each parameter whether it is a matrix that is neither an embedding nor the head.
+        key_impls: The implementation of each random key in `rest`, by its name in
+            jax.random.key_impl. Keys are held as their uint32 data, which every checkpoint format
+            accepts.
+        decays: Whether weight decay applies to each parameter: True for matrices.
+        hidden: Whether each parameter is a matrix that is neither an embedding nor the head.
         frozen: Names in `rest` of parameters that are not trained. Checkpoints leave them out.
         trained: The type of nnx.Variable that `params` holds.
-        mesh: The mesh on which the arrays lie.
+        mesh: The mesh on which the arrays are.
         spread: Mesh axes that also divide the optimizer state (ZeRO-1: Rajbhandari et al., 2020).
     """
 
@@ -92,7 +93,7 @@ class ModelLayout:
         return _arrays(params), _arrays(rest)
 
     def without_frozen(self, named: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Drops frozen parameters from the names that `flatten` gave, as checkpoints do."""
+        """Drops frozen parameters from the names that `flatten` returned, as checkpoints do."""
         left_out = {f"rest/{name}" for name in self.frozen}
         return {name: value for name, value in named.items() if name not in left_out}
 
@@ -108,7 +109,7 @@ def layout_of(
 
     Args:
         model: The model.
-        mesh: The mesh on which its arrays are to lie.
+        mesh: The mesh for its arrays.
         trained: The type of variable that is trained; nnx.LoRAParam if only adapters are.
         spread: Mesh axes that also divide the optimizer state; see ModelLayout.
 
@@ -155,8 +156,8 @@ def on(mesh: Mesh, rules: Mapping[str, Axes] | None = None) -> Iterator[None]:
     """Sets the mesh, and the rules of dimension labels, to build or trace models in.
 
     Args:
-        mesh: The mesh that PartitionSpecs mean.
-        rules: Mesh axes by dimension label; None: the rules that already hold.
+        mesh: The mesh to which PartitionSpecs refer.
+        rules: Mesh axes by dimension label; None: the rules that already apply.
     """
     with jax.set_mesh(mesh), under(rules):
         yield
@@ -166,7 +167,7 @@ def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> TrainState:
     """Returns shape, dtype and sharding of every array of the state, to compile or restore against.
 
     A moment has the sharding of its parameter; a factored moment keeps the axes of the dimensions
-    that it has. All are divided over `layout.spread` too, where a dimension can be. Counters are on
+    that it has. All are divided over `layout.spread` too, if a dimension allows it. Counters are on
     every device.
     """
     params = dict(layout.params)
@@ -188,7 +189,7 @@ def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> TrainState:
 def gradient_places(layout: ModelLayout) -> dict[str, NamedSharding]:
     """Returns the shardings of the summed gradients, by parameter.
 
-    They are those of the moments, so that each device sums what it updates.
+    They are those of the moments, so that each device sums the gradients that it applies.
     """
     return {
         name: NamedSharding(layout.mesh, _spread(_spec_of(leaf), leaf.shape, layout))
@@ -204,7 +205,7 @@ class Beginning:
         build: A function that builds the model.
         layout: The layout of the model.
         optimizer: The optimizer whose state is to be initialized.
-        made_of: A digest of all that `build` and `optimizer` follow from; None if that is not
+        made_of: A digest of everything that decides `build` and `optimizer`; None if that is not
             known.
         places: The shardings of the state's arrays, in their order.
     """
@@ -258,7 +259,7 @@ def init_state(
 def state_from(model: nnx.Module, layout: ModelLayout, optimizer: Optimizer) -> TrainState:
     """Makes a new state from copies of the arrays of `model`.
 
-    They are copied because a step consumes the arrays that it is given.
+    They are copied because a step consumes its arrays.
     """
     copies = jax.tree.map(jnp.copy, layout.split(model))
     places = shardings((dict(layout.params), dict(layout.rest)))
@@ -278,7 +279,7 @@ def state_around(
 
 
 def shardings(abstract: PyTree) -> PyTree:
-    """Returns the same tree with its sharding in place of each abstract array."""
+    """Returns the same tree with the sharding of each abstract array in its place."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
@@ -313,7 +314,7 @@ def _moment_spec(
 
     Each dimension of the moment takes the axes of the first dimension of the same size that is not
     yet taken. A moment may lack dimensions (Adafactor's rows and columns) or repeat one (SOAP's m x
-    m). For a square parameter either dimension fits.
+    m). For a square parameter both dimensions fit.
 
     Args:
         shape: The shape of the moment.
@@ -365,7 +366,7 @@ def _arrays(state: nnx.State) -> Arrays:
 def _key_impl(key: PyTree) -> Any:
     """Returns the implementation of a random key, which may be abstract."""
     found: list[Any] = []
-    # key_impl takes no abstract keys, but it takes tracers.
+    # key_impl accepts tracers, but no abstract keys.
     jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), key)
     return found[0]
 
@@ -380,7 +381,7 @@ def _labels(variable: nnx.Variable) -> tuple[Axes, ...]:
 def _is_matrix(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> bool:
     """Whether a parameter has two dimensions or more, without that of stacked layers.
 
-    Scales and biases are told by name, for models without labels.
+    Scales and biases are recognized by name, for models without labels.
     """
     stacked = _labels(variable).count("layers")
     return len(shape) - stacked >= 2 and name.rpartition(".")[2] not in ("scale", "bias")
@@ -394,7 +395,7 @@ def _is_vocabulary(name: str, variable: nnx.Variable) -> bool:
 
 
 def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the PartitionSpec that the labels of a parameter's dimensions mean.
+    """Returns the PartitionSpec for the labels of a parameter's dimensions.
 
     A parameter without labels is replicated on every device.
 

@@ -46,19 +46,19 @@ def make_train_step(
 
     The batch has [B, ...] arrays, B a multiple of accumulate_steps times the devices that share the
     rows. Micro-batch a holds the rows r with r % A == a, so that cutting moves no row between
-    devices; a loader may already have cut them so, to [A, B/A, ...]. Losses and gradients are
-    summed over tokens and divided once by the number of targets (by the sum of their loss_weights,
-    if the batch has these): every A gives the same update, up to rounding.
+    devices; a loader may already have cut them this way, to [A, B/A, ...]. Losses and gradients are
+    summed over tokens and divided once by the number of targets (or by the sum of their
+    loss_weights, if the batch has these). So every A results in the same update, up to rounding.
 
-    The metrics are scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss),
-    grad_norm (Float32, before clipping), param_norm (Float32, after the step), learning_rate
-    (Float32), updates (Int32, steps not skipped so far), more/<name> for what the loss reports
-    besides (LossOutput.more and .ratios), num_targets, num_tokens (Int32, slots outside padding),
-    num_slots, seq_length (Int32), attended (Float32, see flops.segment_sums).
+    The metrics are scalars on the device: loss, nll (Float32, nats per token; they differ by
+    z-loss), grad_norm (Float32, before clipping), param_norm (Float32, after the step),
+    learning_rate (Float32), updates (Int32, steps not skipped so far), more/<name> for what the
+    loss reports besides (LossOutput.more and .ratios), num_targets, num_tokens (Int32, slots
+    outside padding), num_slots, seq_length (Int32), attended (Float32, see flops.segment_sums).
 
-    Law (non-finite steps): where the loss or grad_norm is not finite, the state comes back bit for
-    bit as it was given: parameters, moments, random counts, and `step`, which counts updates, so
-    that the schedule stands still.
+    Law (non-finite steps): if the loss or grad_norm is not finite, the state is returned bit for
+    bit unchanged. That includes parameters, moments, random counts, and `step`, which counts
+    updates, so that the schedule does not advance.
 
     Call the step inside `state.on(layout.mesh)`.
 
@@ -105,7 +105,7 @@ def make_train_step(
         moved = TrainState(params, rest, moments, state.step + 1)
         sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         # The selection is elementwise, so that it is fused into the update and no array is read or
-        # written once more for it.
+        # written an extra time for it.
         state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, state)
         return state, metrics | {
             "updates": state.step,
@@ -116,7 +116,7 @@ def make_train_step(
 
 
 def _gradients(layout: ModelLayout, loss: AsSums, places: PyTree, *, micro: bool) -> Gradients:
-    """Returns a function that gives the gradients of the summed loss, sharded as `places`.
+    """Returns a function that computes the gradients of the summed loss, sharded as `places`.
 
     The function returns (gradients, the sums of the loss, the updated untrained arrays).
 
@@ -125,7 +125,7 @@ def _gradients(layout: ModelLayout, loss: AsSums, places: PyTree, *, micro: bool
         loss: The loss.
         places: The sharding of each gradient.
         micro: Whether a batch is one of several micro-batches. One without targets then adds no
-            gradient, which a loss that gives means would make 0 / 0.
+            gradient, which would be 0 / 0 for a loss that returns means.
     """
 
     def sums(
@@ -163,7 +163,7 @@ def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
 
 
 def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax.Array]:
-    """Cuts [B, ...] arrays into [A, B/A, ...]; leaves a batch as it is if the loader has cut it."""
+    """Cuts [B, ...] arrays into [A, B/A, ...], unless the loader has already cut the batch."""
 
     def cut(array: jax.Array) -> jax.Array:
         micro = array.reshape(array.shape[0] // pieces, pieces, *array.shape[1:]).swapaxes(0, 1)
@@ -205,7 +205,7 @@ def _float32(out: LossOutput) -> LossOutput:
 
 
 def _tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns what is counted as tokens: input_ids, [..., B, S].
+    """Returns the array that is counted as tokens: input_ids, [..., B, S].
 
     Rows of something else (images) count as one token each, by their labels [..., B].
     """

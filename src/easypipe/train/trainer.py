@@ -1,8 +1,8 @@
 """The training loop: in which order it steps, evaluates, saves, rolls back; resumes a killed run.
 
-Law (exact resume): kill the process at any moment and run again; the loss of every step in
-metrics.jsonl is bit for bit what one uninterrupted run writes (same devices, same versions of
-everything).
+Law (exact resume): kill the process at any moment and run again. The loss of every step in
+metrics.jsonl is bit for bit the one that an uninterrupted run writes (same devices, same versions
+of everything).
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class TrainResult:
 
     Attributes:
         steps: The last step of the run.
-        resumed_from: The step of the checkpoint that this process went on from; None for a new run.
+        resumed_from: The step of the checkpoint from which this process continued; None for a new
+            run.
         first: The first record of metrics.jsonl.
         last: The last record of metrics.jsonl; `last["eval"]` holds the held-out losses.
         output_dir: The folder of the run.
@@ -71,7 +72,7 @@ class TrainResult:
         checkpoint: The folder of the last checkpoint.
         model: The trained nnx.Module, on the mesh.
         tokenizer: The name or path of the tokenizer of the data, if it is known.
-        seen: What the run saw of its data, which `save` passes to save_pretrained.
+        seen: The record of the data that the run has seen, which `save` passes to save_pretrained.
     """
 
     steps: int
@@ -93,7 +94,7 @@ class TrainResult:
 
         Args:
             path: The folder to create.
-            tokenizer: A tokenizer, as save_pretrained takes it; None: the tokenizer of the data.
+            tokenizer: A tokenizer, as for save_pretrained; None: the tokenizer of the data.
         """
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         return save_pretrained(self.model, path, tokenizer=tokenizer, **self.seen.options())
@@ -134,7 +135,7 @@ def run_training(trainer: Engine) -> TrainResult:
 class _Run:
     """One run of the loop: starts or resumes, then steps, judges each loss, evaluates and saves.
 
-    Where the spike guard finds that the loss left its range, the run rolls back to the last good
+    If the spike guard finds that the loss left its range, the run rolls back to the last good
     checkpoint.
     """
 
@@ -273,7 +274,7 @@ class _Run:
         return {**placed, **trainer.noise(self.step + 1, placed)}
 
     def _settle(self, step: int, measured: Metrics) -> bool:
-        """Evaluates, shows and saves `step`, the newest one, where that is due.
+        """Evaluates, shows and saves `step`, the newest one, if that is due.
 
         Returns:
             Whether the metrics of `step` were read for that purpose.
@@ -287,7 +288,7 @@ class _Run:
         save = calendar or self.guard.owes or leaving or self.control.saving
         evaluate = last or leaving or _due(step, self.config.eval_every)
         look, self.control.looking = self.control.looking, False
-        if settled := save or evaluate or look:  # each of these needs a sound step
+        if settled := save or evaluate or look:  # each of these needs a finite step
             record, bad = self._read(step, measured)
             if bad:
                 self._roll_back(step)
@@ -328,15 +329,15 @@ class _Run:
         Args:
             step: The newest step, whose metrics were read.
             calendar: Whether the save was due by the configured interval. Only such checkpoints
-                count as good ones, so that a run which was stopped and one which was not roll back
-                to the same step.
-            asked: Whether a callback asked for the save, which then happens in doubt or not.
+                count as good, so that a run that was stopped and one that was not roll back to the
+                same step.
+            asked: Whether a callback asked for the save, which then happens even in doubt.
         """
         trainer, guard, control = self.trainer, self.guard, self.control
         control.saving = False
         guard.owes = calendar and guard.in_doubt and step < trainer.steps
         if guard.owes and self.stop.received is None and not asked:
-            # A step that may be rolled back is no good checkpoint: the next sound step is saved
+            # A step that may be rolled back is not a good checkpoint: the next sound step is saved
             # instead.
             return
         if calendar and not guard.in_doubt:
@@ -385,7 +386,7 @@ class _Run:
         self.trainer.emit("rollback", step, {"to": good})
         self.meter.restart()
 
-    # going on from a checkpoint
+    # continuing from a checkpoint
 
     def _begin(self) -> tuple[states.TrainState, int | None]:
         """Returns the state to start from and the step it was saved at (None for a new run).
@@ -393,8 +394,8 @@ class _Run:
         A damaged checkpoint is set aside and the next older one is used.
 
         Raises:
-            DamagedCheckpoint: Every checkpoint is damaged. Starting anew over an existing run is a
-                decision for its owner.
+            DamagedCheckpoint: Every checkpoint is damaged. Only the owner may decide to start again
+                over an existing run.
         """
         steps = self.checkpoints.steps()
         if not steps:
@@ -411,7 +412,7 @@ class _Run:
                 where = self.checkpoints.set_aside(lost)
                 logger.warning("%s; moved to %s, continuing from step %d", error, where, step)
             return state, step
-        raise damaged[steps[-1]]  # only its owner may decide to start anew
+        raise damaged[steps[-1]]  # only its owner may decide to start again
 
     def _restore(self, step: int) -> states.TrainState:
         """Restores the state after `step`, and loader, spike guard and callbacks.
@@ -530,8 +531,8 @@ def _batches(loader: BatchLoader) -> Generator[Json]:
     It ends after two successive passes without a batch.
     """
     empty = 0
-    # A loader that was restored after the last batch of a pass has an empty rest of that pass
-    # first.
+    # If a loader was restored after the last batch of a pass, the rest of that pass is empty and
+    # comes first.
     while empty < 2:
         empty += 1
         batches = iter(loader)
@@ -551,7 +552,7 @@ def _documents(loader: BatchLoader, batch: int) -> Record:
         return {}
     try:
         rows = loader.explain(batch).rows
-    except EasypipeError as error:  # only information: the run goes on
+    except EasypipeError as error:  # only information: the run continues
         return {"problem": str(error)}
     documents = [
         {

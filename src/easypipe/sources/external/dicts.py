@@ -235,7 +235,7 @@ def _of_all(kinds: Iterable[pa.DataType]) -> pa.DataType:
     Objects become JSON among themselves before they meet lists, as in JSON lines.
 
     Raises:
-        TypeConflict: There is no such type.
+        TypeConflict: No type holds all.
     """
     kinds = list(kinds)
     objects = [kind for kind in kinds if pa.types.is_struct(kind)]
@@ -249,7 +249,7 @@ def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
     Lists with any contents have a common type, and so do objects.
 
     Raises:
-        TypeConflict: There is no such type.
+        TypeConflict: No type holds both.
     """
     t = pa.types
     lists = list(map(is_list, (before, kind)))

@@ -591,7 +591,7 @@ def _one_shard(data: Dataset, name: str) -> Given:
         seeks=False,
         label=name_of(data),
         held=[held_by(data), held_by(attribute_of(data, "__self__"))],
-        # the `version` that libraries give a dataset says little about its rows
+        # the `version` of a library's dataset says little about its rows
         version=attribute_of(data, "version") if called else None,
         features=attribute_of(attribute_of(data, "features"), "arrow_schema"),
     )

@@ -4,7 +4,7 @@ Every document is a row of `input_ids`.
 
 two-dimensional .npy      a row of the array is a document
 one-dimensional .npy, raw .bin   documents end with `separator_id`, or all have `document_tokens`
-tokens.bin next to an.idx       the index says where documents lie (sources/external/megatron.py)
+tokens .bin next to an .idx      the index says where documents are (sources/external/megatron.py)
 """
 
 from __future__ import annotations

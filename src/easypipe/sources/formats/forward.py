@@ -126,7 +126,7 @@ class ForwardSource(FileSource):
 
     def _lines(self, file: FileRef, start: int, stop: int) -> Records | None:
         """Returns the whole lines that begin in [start, stop); None if there are none."""
-        begin = max(0, start - 1)  # the byte before tells whether a line begins at `start`
+        begin = max(0, start - 1)  # the byte before it says whether a line begins at `start`
         behind = BEHIND_BYTES
         while True:
             data = self._plain.fetch(file, begin, stop + behind)

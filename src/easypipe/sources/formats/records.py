@@ -324,7 +324,7 @@ def _kept_index(
     """Returns the index from its file in `index_dir`, or makes and keeps it.
 
     An index file that cannot be read is replaced, with a warning. The index of a head is not kept;
-    the index file of the whole file, if there is one, tells `total_rows`.
+    the index file of the whole file, if there is one, provides `total_rows`.
     """
 
     def parsed(value: JsonObject) -> RecordIndex:

@@ -80,7 +80,7 @@ def check_compression(file: FileRef, first: bytes) -> None:
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise file.error("is UTF-16", "Convert it to UTF-8.")
-    begin = first[:16]  # zeros further on may be a hole behind text
+    begin = first[:16]  # zeros further on may be a hole after text
     if not kind and len(head) == 4 and begin.count(0) * 4 > len(begin):
         raise file.error(
             f"not text: {begin.count(0)} of its first {len(begin)} bytes are 0",
@@ -275,7 +275,7 @@ class _Unpacking:
             check_compression(self.file, self._rest)
         self._engine = None
         self.block = first
-        # skips the rest of the block in which the restart lies
+        # skips the rest of the block that contains the restart
         self._take(first * BLOCK_BYTES - restart.plain)
 
     def next_block(self) -> tuple[int, bytes]:

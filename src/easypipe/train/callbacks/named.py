@@ -56,14 +56,14 @@ class Known:
     """The metrics that a run will measure.
 
     Attributes:
-        evals: For each held-out loader, by name, what the loss reports beside HELD_OUT.
+        evals: For each held-out loader, by name, what the loss reports besides HELD_OUT.
         eval_every: Steps between evaluations; None evaluates only after the last step.
         steps: The number of steps of the run.
-        told: What the loss reports of each step beside TRAINING.
+        told: What the loss reports of each step besides TRAINING.
         asked: Whether these names are certain. False for a loss from Python that was not traced
-            yet, for which every name may be one.
+            yet, for which any name is possible.
         tokenizer: The name or path of the tokenizer of the data, if it is known.
-        seen: Returns what the run saw of its data so far.
+        seen: Returns the record of the data that the run has seen so far.
     """
 
     evals: Mapping[str, Sequence[str]]
@@ -90,7 +90,7 @@ class Known:
             self._check(f"{_AT}.best.metric", config.best.metric, training=False)
 
     def _check(self, at: str, metric: str, *, training: bool) -> None:
-        """Checks one metric; `training` tells whether metrics of the training steps are allowed."""
+        """Checks one metric; `training` says whether metrics of the training steps are allowed."""
         of, known = self.of(metric), [*TRAINING, *self.told] if training else []
         known += [
             f"eval.{name}.{key}" for name, told in self.evals.items() for key in (*HELD_OUT, *told)
@@ -149,8 +149,9 @@ def better(value: float, than: float | None, mode: Mode, min_delta: float = 0.0)
 class EarlyStopping(Callback):
     """Stops the run when a metric no longer improves.
 
-    It keeps its best value and its count with every checkpoint, so that a run that was killed stops
-    where one that was not does. A run that continues after its end has its full patience again.
+    It keeps its best value and its count with every checkpoint, so that a killed run stops at the
+    same step as one that was not killed. A run that continues after its end has its full patience
+    again.
     """
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
@@ -186,7 +187,7 @@ logger = logging.getLogger("easypipe")
 
 
 class BestCheckpoints(Callback):
-    """Keeps the checkpoints with the best value of a metric. Of equal values the earlier is better.
+    """Keeps the checkpoints with the best value of a metric; of equal values the earlier is better.
 
     Args:
         config: The options.
@@ -201,9 +202,10 @@ class BestCheckpoints(Callback):
     def __init__(self, config: BestConfig, folder: Path, *, write: bool = True) -> None:
         self.config, self._folder, self._write = config, folder, write
         self.ranking: list[tuple[int, float]] = []
-        # All that were ever among the best, while their checkpoints exist or are being written.
+        # All steps that were ever among the best, while their checkpoints exist or are being
+        # written.
         self._ranked: list[tuple[int, float]] = []
-        self._listed: list[tuple[int, float]] = []  # what best.json holds
+        self._listed: list[tuple[int, float]] = []  # the content of best.json
 
     def on_init(self, event: TrainEvent) -> None:
         there = [one for one in self.ranking if self._is_whole(one)]
@@ -234,7 +236,7 @@ class BestCheckpoints(Callback):
         if self._write and self._ranked and self._listed != self.ranking:
             self._list()
 
-    # By now the save before this one is complete, and an older one was deleted for it.
+    # By now the save before this one is complete, and an older checkpoint was deleted for it.
     def on_save(self, event: TrainEvent) -> None:
         self._list()
 
@@ -244,7 +246,7 @@ class BestCheckpoints(Callback):
     def _list(self) -> None:
         """Writes best.json with the best checkpoints that exist.
 
-        It is read during the run, or after a kill.
+        The file is read during the run, or after a kill.
         """
         there = [one for one in self._ranked if self._is_whole(one)]
         newest = max((step for step, _ in there), default=0)
@@ -277,7 +279,7 @@ class BestCheckpoints(Callback):
 class TensorBoard(Callback):
     """Writes the numbers of each logged step as TensorBoard scalars.
 
-    A run that continues from step n hides what an earlier process wrote of later steps.
+    A run that continues from step n hides later steps of an earlier process.
 
     Raises:
         ConfigError: The package tensorboardX is not installed.
@@ -294,7 +296,8 @@ class TensorBoard(Callback):
 
     def on_init(self, event: TrainEvent) -> None:
         hidden_from = event.step + 1 if event.step else None
-        # Its files are named by the second: a run that is resumed at once would overwrite its own.
+        # Its files are named by the second: a run that is resumed immediately would overwrite its
+        # own.
         suffix = f".{event.step}.{os.getpid()}"
         self._writer: Any = self._make(
             str(self.folder),
@@ -357,7 +360,7 @@ class ProfilerWindow(Callback):
 class Heartbeat(Callback):
     """Writes a file that shows that the run is alive.
 
-    The file is complete at any moment, because a new one is written beside it and renamed. It is
+    The file is complete at any moment, because a new one is written next to it and renamed. It is
     not synced: after a crash of the machine it may be old.
     """
 
@@ -432,9 +435,9 @@ class LmEval(Callback):
 
 
 class Samples(Callback):
-    """Writes texts by the model every few steps.
+    """Writes texts that the model generates every few steps.
 
-    Its lines have the step and, for each text, its prompt and what the model wrote.
+    Its lines have the step and, for each text, its prompt and the continuation.
 
     Raises:
         ConfigError: The data names no tokenizer, or the run has several processes.
@@ -503,7 +506,7 @@ def _check_alone(at: str, uses: str, command: str) -> None:
 
     Args:
         at: The key path of the callback.
-        uses: What it does with the model, for the message.
+        uses: The callback's use of the model, for the message.
         command: The command to run instead.
 
     Raises:
@@ -568,8 +571,6 @@ def make_callbacks(
     """Makes the named callbacks of this process.
 
     Those that only write are made in the first process. No file is touched.
-
-    It touches no file.
 
     Args:
         config: Which callbacks, and their options.

@@ -22,7 +22,7 @@ def installed(name: str, package: str) -> ModuleType:
     """Imports the package of a callback.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     at, fix = f"train.callbacks.{name}", f"pip install 'easypipe[{name}]'"
     with raising(ConfigError, at, f"needs the package {package}", fix, ImportError):
@@ -59,7 +59,7 @@ class Tracker(Callback, Generic[Config]):
         """Imports the service's package.
 
         Raises:
-            ConfigError: It is not installed.
+            ConfigError: The package is not installed.
         """
         self._service = installed(self.name, self.name)
         self.config, self._folder, self._run_config = config, folder, dict(run_config)

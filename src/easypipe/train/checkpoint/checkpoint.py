@@ -1,16 +1,16 @@
-"""The checkpoints of a run: copied, saved beside the steps, verified, set aside, pruned by age.
+"""The checkpoints of a run: copied, saved while steps run, verified, set aside, pruned by age.
 
-Arrays, loader state and configuration of one step are committed together. This is the only module
-that knows Orbax.
+Arrays, loader state and configuration of one step are committed together. Only this module uses
+Orbax.
 
 Law (commit or nothing): `latest()` is a checkpoint that was completely written and synced, whenever
-the process that wrote it was killed or the machine lost power; and nothing is loaded but what was
-written (files.py). What a killed process left behind is removed when the folder is opened.
+the process that wrote it was killed or the machine lost power. Nothing is loaded except what was
+written (files.py). Leftovers of a killed process are removed when the folder is opened.
 
-Orbax writes and reads the arrays. Its Checkpointer would also name and keep checkpoints, by its
-save-decision and preservation policies, but it renames a folder as soon as it is written, with no
-place for the checksums that must be in it before; and its BestN keeps the later of two equals. What
-its policies would replace here are the three lines of `_finish` that say what is kept.
+Orbax writes and reads the arrays. Its Checkpointer could also name and keep checkpoints, by its
+save-decision and preservation policies. But it renames a folder as soon as it is written, before
+the checksums can be added, and its BestN keeps the later of two equals. Its policies would replace
+only the three lines of `_finish` that say what is kept.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from easypipe.train.metrics.devices import on_device
 log = logging.getLogger("easypipe")
 
 FORMAT = 1
-# What Orbax and TensorStore raise if the file system refuses: NotImplementedError for a file that
-# would have to be on another device.
+# The errors of Orbax and TensorStore if the file system refuses: NotImplementedError for a file
+# that would have to be on another device.
 _REFUSED = (OSError, ValueError, NotImplementedError)
 _UNREADABLE = (*_REFUSED, KeyError)  # and for files that are missing or incomplete
 
@@ -65,18 +65,18 @@ class _Saving(NamedTuple):
 
 
 class Checkpoints(Closeable):
-    """The checkpoints in `folder`, which saves new ones and deletes old ones.
+    """The checkpoints in `folder`; saves new ones and deletes old ones.
 
     Close it, or use it as a context manager.
 
     Args:
         folder: The folder of the checkpoints.
-        keep: How many of the newest are kept, besides the protected ones. None: only read, and
-            leave alone what another process may be writing.
+        keep: How many of the newest are kept, besides the protected ones. With None the folder is
+            only read, and files that another process may be writing are left alone.
 
     Attributes:
         folder: The absolute path of the folder.
-        protected: Steps that are kept whatever their age, by who protects them.
+        protected: Steps that are kept whatever their age, by the name of what protects them.
     """
 
     def __init__(self, folder: Path, *, keep: int | None) -> None:
@@ -90,8 +90,8 @@ class Checkpoints(Closeable):
         self._context.pytree.loading.partial_load = True
         # Weights hardly shrink (7 %), and zstd took three times the processor time.
         self._context.array.saving.use_compression = False
-        # With a thread of its own, a folder that cannot be created is waited for, five minutes,
-        # when the process ends.
+        # With a thread of its own, closing would wait five minutes, when the process ends, for a
+        # folder that cannot be created.
         self._context.async_options.create_directories_asynchronously = self._several
         self.protected: dict[str, set[int]] = {}
         self._keep, self._snapshots = keep, Snapshots()
@@ -117,7 +117,7 @@ class Checkpoints(Closeable):
     def save(self, step: int, arrays: Arrays, run: Json) -> None:
         """Starts to write a checkpoint, and returns. One save runs at a time.
 
-        `copied` tells when the arrays may be donated. An error of this save is raised by `wait`.
+        `copied` waits until the arrays may be donated. An error of this save is raised by `wait`.
 
         Args:
             step: The step of the checkpoint.
@@ -134,8 +134,8 @@ class Checkpoints(Closeable):
         if not self._several:
             committed = self._writer.submit(self._write, step, parts, keeping, copied)
         else:
-            # Orbax agrees with the other processes by programs on the devices, which must have one
-            # order with those of the steps.
+            # Orbax agrees with the other processes by programs on the devices, which must run in
+            # the same order relative to the steps.
             try:
                 written = self._start(step, parts)
             except BaseException as error:  # noqa: BLE001  (raised by `wait`, as that of a save in the background is)
@@ -154,7 +154,7 @@ class Checkpoints(Closeable):
             self._writer.submit(self._snapshots.expect, like)
 
     def copied(self) -> None:
-        """Returns once the arrays that were given to `save` may be donated."""
+        """Returns after the arrays that were given to `save` may be donated."""
         if self._saving is not None:
             self._saving.copied.wait()
 
@@ -171,7 +171,7 @@ class Checkpoints(Closeable):
             if apart is not None:
                 parts[ARRAYS] = dict(apart)
                 copied.set()
-            written = self._start(step, parts)  # returns once the arrays are in host memory
+            written = self._start(step, parts)  # returns after the arrays are in host memory
             copied.set()
             self._finish(step, written, keeping)
         finally:
@@ -184,7 +184,7 @@ class Checkpoints(Closeable):
             return ocp.save_checkpointables_async(target, parts, overwrite=True)
 
     def _finish(self, step: int, written: ocp.AsyncResponse[None], keeping: frozenset[int]) -> None:
-        """Commits a checkpoint once Orbax has written it, and deletes old ones.
+        """Commits a checkpoint after Orbax has written it, and deletes old ones.
 
         Args:
             step: The step of the checkpoint.
@@ -202,7 +202,7 @@ class Checkpoints(Closeable):
                 log.warning("%s: an older checkpoint cannot be deleted: %s", self.folder, error)
 
     def run(self, step: int) -> JsonObject:
-        """Returns what `save` was given as `run`.
+        """Returns the `run` that was given to `save`.
 
         Raises:
             DamagedCheckpoint: The checkpoint is damaged.
@@ -219,7 +219,7 @@ class Checkpoints(Closeable):
     def load(
         self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct], *, partial: bool = False
     ) -> dict[str, jax.Array]:
-        """Loads the arrays of `step`, sharded as `abstract` says, whatever mesh they were saved on.
+        """Loads the arrays of `step`, sharded like `abstract`, whatever mesh they were saved on.
 
         Args:
             step: The step of the checkpoint.
@@ -228,7 +228,8 @@ class Checkpoints(Closeable):
 
         Raises:
             DamagedCheckpoint: The checkpoint is damaged.
-            StateError: The saved arrays differ from `abstract` in name, shape or dtype; lists how.
+            StateError: The saved arrays differ from `abstract` in name, shape or dtype; lists the
+                differences.
         """
         described = self.describe(step)
         saved, asked = (
@@ -261,7 +262,7 @@ class Checkpoints(Closeable):
         }
 
     def set_aside(self, step: int) -> Path:
-        """Moves a damaged checkpoint out of the way, so that no later one is deleted in its place.
+        """Moves a damaged checkpoint aside, so that no later one is deleted in its place.
 
         Returns:
             The folder to which it was moved.
@@ -275,7 +276,7 @@ class Checkpoints(Closeable):
         return target
 
     def wait(self, *, agree: bool = True) -> None:
-        """Returns once the newest save is committed.
+        """Returns after the newest save is committed.
 
         Args:
             agree: Whether to wait, in a run of several processes, until all have committed theirs.
@@ -293,7 +294,7 @@ class Checkpoints(Closeable):
             self._agree(f"saved {step}")
 
     def close(self) -> None:
-        """Returns once nothing is being written.
+        """Returns after all writing has ended.
 
         Raises:
             StorageError: The newest save failed, and `wait` did not raise it.
@@ -302,7 +303,7 @@ class Checkpoints(Closeable):
         self.wait(agree=False)  # the other processes may be gone
 
     def _agree(self, that: str) -> None:
-        """Waits until the other processes of the run come to the same call."""
+        """Waits until the other processes of the run reach the same call."""
         if self._several:
             multihost_utils.sync_global_devices(f"easypipe {that}")
 
@@ -322,7 +323,7 @@ class Checkpoints(Closeable):
         """Compares the files of a part with their checksums; processes share the files of arrays.
 
         Raises:
-            DamagedCheckpoint: A file is not as it was committed.
+            DamagedCheckpoint: A file differs from what was committed.
         """
         several = part == ARRAYS and self._several
         share = (jax.process_index(), jax.process_count()) if several else (0, 1)
@@ -348,7 +349,7 @@ class Checkpoints(Closeable):
 def _reason(error: BaseException) -> str:
     """Returns the first line of the root cause of an error.
 
-    Orbax wraps it in pages about its handlers.
+    Orbax wraps it in long messages about its handlers.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -359,11 +360,11 @@ logger = logging.getLogger("easypipe")
 
 
 class Snapshots:
-    """Copies of a state on the devices, from which a checkpoint is written while steps go on.
+    """Copies of a state on the devices, from which a checkpoint is written while steps continue.
 
     On accelerators a copy is freed when it is dropped: their memory pools reuse it at once. On a
-    CPU it is kept, and the next copy is written into it: getting 1 GB of new memory from the system
-    takes seconds, copying as much 0.15.
+    CPU it is kept, and the next copy is written into it. Getting 1 GB of new memory from the system
+    takes seconds; copying it takes 0.15 s.
     """
 
     def __init__(self) -> None:
@@ -386,7 +387,7 @@ class Snapshots:
     def take(self, arrays: Arrays) -> Arrays | None:
         """Returns copies of the arrays with the same shardings; None if there is no memory."""
         places = {name: array.sharding for name, array in arrays.items()}
-        if self._room is None:  # asked once: later peaks include a copy
+        if self._room is None:  # queried once: later peaks include a copy
             devices = {one for place in places.values() for one in place.addressable_devices}
             stats = [device.memory_stats() or {} for device in devices]
             self._room = has_room(on_device(dict(arrays)), stats)
@@ -420,7 +421,7 @@ def has_room(needed: int, told: Iterable[Mapping[str, int]]) -> bool:
 
 
 def _copied(arrays: Arrays, into: Arrays | None = None) -> Arrays:
-    """Copies the arrays; `into` is donated, so that the copies take its memory."""
+    """Copies the arrays; `into` is donated, so that the copies use its memory."""
     return jax.tree.map(jnp.copy, arrays)
 
 

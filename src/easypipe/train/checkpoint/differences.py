@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from easypipe.core.values import JsonValue
 from easypipe.core.visible import first_of
 
-_ABSENT = "\0 nothing"  # which no YAML text can be
+_ABSENT = "\0 nothing"  # no YAML text can be equal to it
 
 
 def differences(
@@ -56,7 +56,7 @@ def listed(unlike: Mapping[str, str]) -> str:
 
 
 def _sections(value: JsonValue) -> Mapping[str, JsonValue] | None:
-    """Returns what is compared key by key: a mapping, or a list of mappings by index; else None."""
+    """Returns what is compared key by key: a mapping, or a list of mappings by index; or None."""
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         return {str(i): one for i, one in enumerate(value)}
     return value if isinstance(value, Mapping) else None

@@ -1,9 +1,9 @@
 """The files of a checkpoint: checksums, commit, checks when read, and sweeping of leftovers.
 
 A checkpoint is the folder `<step>`. It is written as `<step>.tmp` (by Orbax as
-`<step>.tmp.orbax-checkpoint-tmp` first); `commit` renames it once all of it is on the disk. A
-checkpoint that is deleted loses its name before it loses its files. So any folder whose name is a
-number is complete, whenever the process was killed or the machine lost power.
+`<step>.tmp.orbax-checkpoint-tmp` first); `commit` renames it after all of it is on the disk. A
+checkpoint that is deleted loses its name before it loses its files. So any folder with a number as
+its name is complete, whenever the process was killed or the machine lost power.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def committed(folder: Path) -> list[int]:
 
 
 def writing(folder: Path, step: int) -> Path:
-    """Returns the folder in which a checkpoint is written, and which `commit` renames."""
+    """Returns the folder in which a checkpoint is written, before `commit` renames it."""
     return folder / f"{step}{_WRITING}"
 
 
@@ -114,11 +114,11 @@ class _Sums:
 def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) -> Checked:
     """Compares the files of a checkpoint, or of a `part` of it, with their checksums.
 
-    Earlier versions wrote no checksums: of their checkpoints nothing is known (`sealed` is False).
+    Earlier versions wrote no checksums, so their checkpoints cannot be checked (`sealed` is False).
 
     Args:
         checkpoint: The folder of a checkpoint.
-        part: ARRAYS or RUN, with the files beside these folders; "": everything.
+        part: ARRAYS or RUN, with the files next to these folders; "": everything.
         share: (i, n): only every n-th file, from the i-th; the n shares together are all files.
     """
     if not os.path.lexists(checkpoint / CHECKSUMS):

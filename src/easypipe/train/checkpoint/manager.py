@@ -37,7 +37,7 @@ class CheckpointManager(Closeable):
     Args:
         checkpoint_dir: The folder of the checkpoints.
         keep: How many of the newest are kept; None: all.
-        best_metric: A name in `metrics`, by which the best are kept besides.
+        best_metric: A name in `metrics`; the best checkpoints by it are kept in addition.
         best_mode: Whether the smallest or the largest value is the best.
         keep_best: How many of the best are kept.
 
@@ -91,18 +91,18 @@ class CheckpointManager(Closeable):
         custom_state: Json | None = None,
         loader: BatchLoader | None = None,
     ) -> Path:
-        """Writes a checkpoint, and returns its folder once it is complete.
+        """Writes a checkpoint, and returns its folder after it is complete.
 
         Args:
             model: An nnx.Module, or any tree of arrays.
-            optimizer: An nnx.Optimizer, or any tree of arrays, as optax states are.
+            optimizer: An nnx.Optimizer, or any tree of arrays, such as an optax state.
             scheduler: An object with `state_dict()`, or plain JSON; a schedule function has no
                 state.
             epoch: The number of the epoch.
             metrics: Numbers by name.
             custom_state: Plain JSON.
-            loader: Anything with `state()`. Restored by `load(loader=...)`, it yields the batch
-                that would have come next.
+            loader: Anything with `state()`. After `load(loader=...)` has restored it, it yields the
+                batch that would have come next.
 
         Raises:
             ConfigError: Something cannot be written without pickle; the message says where it is.
@@ -144,24 +144,24 @@ class CheckpointManager(Closeable):
         scheduler: Any = None,
         loader: BatchLoader | None = None,
     ) -> JsonObject:
-        """Returns what `save` was given, by name.
+        """Returns the arguments of `save`, by name.
 
         The names are model, optimizer, scheduler, epoch, metrics, custom_state and loader.
 
-        `loader` is its saved state. A part that is not given here comes back as nested dicts of
+        `loader` is its saved state. A part that is not given here is returned as nested dicts of
         arrays.
 
         Args:
-            path: What `save` returned; None: the newest checkpoint.
-            model: The model that the arrays are put into. An nnx.Module is changed in place; of
-                another tree one of the same structure is returned. The arrays get the shardings of
-                what is given.
+            path: The path that `save` returned; None: the newest checkpoint.
+            model: The model that the arrays are put into. An nnx.Module is changed in place; for
+                another tree, one of the same structure is returned. The arrays get the shardings of
+                the given ones.
             optimizer: The same for the optimizer.
             scheduler: An object whose `load_state_dict` is called.
-            loader: A loader that is restored to go on after the last batch that was taken.
+            loader: A loader; it is restored to continue after the last batch that was taken.
 
         Raises:
-            MissingFileError: There is no such checkpoint.
+            MissingFileError: The checkpoint does not exist.
             ConfigError: The path is in another folder, or a loader is given and none was saved.
             StateError: The checkpoint is damaged, or arrays differ in name, shape or dtype.
         """
@@ -181,7 +181,7 @@ class CheckpointManager(Closeable):
         for name, kind in run["keys"].items():
             arrays[name] = jax.random.wrap_key_data(arrays[name], impl=kind)
         found = {part: _put(part, tree, arrays) for part, tree in given.items()}
-        if attribute_of(scheduler, "load_state_dict"):  # as PyTorch's have
+        if attribute_of(scheduler, "load_state_dict"):  # like PyTorch's schedulers
             scheduler.load_state_dict(run["scheduler"])
         if loader is not None:
             require(
@@ -202,7 +202,7 @@ class CheckpointManager(Closeable):
     def best(self) -> Path | None:
         """Returns the checkpoint with the best `best_metric`; None if there is none.
 
-        Of equal ones it is the earlier.
+        Of equal ones, it is the earlier.
 
         Raises:
             ConfigError: No best_metric was named.
@@ -250,7 +250,7 @@ class CheckpointManager(Closeable):
         """Returns the step of a checkpoint's path; None means the newest.
 
         Raises:
-            MissingFileError: There is no such checkpoint.
+            MissingFileError: The checkpoint does not exist.
             ConfigError: The path is in another folder.
         """
         steps = self._checkpoints.steps()
@@ -325,7 +325,7 @@ def _number(at: str, value: Any) -> float:
     """Returns a metric as a finite float.
 
     Raises:
-        ConfigError: It is not one.
+        ConfigError: It is not a finite number.
     """
     try:
         number = float(value)
@@ -340,7 +340,7 @@ def _json(at: str, value: JsonValue) -> Any:
     """Returns `value` if it is plain JSON.
 
     Raises:
-        ConfigError: Something in it is not; the message says where it is.
+        ConfigError: A part of it is not; the message says where it is.
     """
     try:
         return json.loads(json.dumps(value, allow_nan=False))
@@ -354,6 +354,6 @@ def _json(at: str, value: JsonValue) -> Any:
 
 
 def _scheduler_state(scheduler: Any) -> JsonValue:
-    if attribute_of(scheduler, "state_dict"):  # as PyTorch's have
+    if attribute_of(scheduler, "state_dict"):  # like PyTorch's schedulers
         return scheduler.state_dict()
     return None if callable(scheduler) else scheduler

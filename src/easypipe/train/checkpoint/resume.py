@@ -21,14 +21,15 @@ LOADER_PARTS = (
     "tokenizer",
     "config",
     "plan",
-)  # the parts by which loader states are compared
+)  # the parts in which loader states are compared
 ENDED = "ended"  # in resume_changes: continue a run that had ended
 # Keys of TrainingConfig that decide the numbers.
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")
 # These decide them too, but are compared only if they are set, so that the message says whether one
-# was.
+# was set.
 IF_THERE = ("lora", "preference", "distill", "neftune_alpha", "class_weights")
-# Options of preferences that older checkpoints lack: compared only if they have other values.
+# Options of preferences that older checkpoints lack: they are compared only if they have other
+# values.
 LATER = {"loss": "sigmoid", "margin": None, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 
 
@@ -40,7 +41,7 @@ def identity_of(
     *,
     own_optimizer: bool,
 ) -> Json:
-    """Returns what has to be the same for a resumed run to be the same run.
+    """Returns everything that must not change between a run and its resumption.
 
     Args:
         config: The options of the run.
@@ -64,7 +65,7 @@ def identity_of(
 
 
 def saved_loader_state(loader: BatchLoader) -> Json:
-    """Returns the loader's state for a checkpoint: as text if it has `to_json`, else as it is."""
+    """Returns the loader's state for a checkpoint: as text if it has `to_json`, or unchanged."""
     state = loader.state()
     return {"text": state.to_json()} if isinstance(state, JsonState) else {"value": state}
 
@@ -79,7 +80,7 @@ def changed_data(saved: Json, loader: BatchLoader | None) -> tuple[list[str], st
 
     Returns:
         The LOADER_PARTS that differ, and what changed in words. ([], "") also if there is no loader
-        to ask, or one whose state does not know its data: such a loader itself refuses a foreign
+        to ask, or if its state does not know its data: such a loader itself refuses a foreign
         state.
     """
     if loader is None or "text" not in saved:
@@ -101,7 +102,7 @@ def check_newest(
     Args:
         folder: The folder of checkpoints.
         config: The options of the run.
-        identity: What `identity_of` returned.
+        identity: The result of `identity_of`.
         unknown: Key paths that are not compared.
         loader: Returns the loader of the run if no data has to be prepared for it; called only if
             something is refused anyway.
@@ -150,20 +151,20 @@ def check_same(
     """Compares a run with the checkpoint that it resumes from.
 
     Args:
-        saved: What the checkpoint was given as `run`.
-        identity: What `identity_of` returned.
+        saved: The `run` that was given to the checkpoint.
+        identity: The result of `identity_of`.
         allowed: Key paths that may differ.
         at: The folder of the checkpoint.
         loader: The loader of the run.
-        data: The config of the data, whose differing keys are named if the data differs.
+        data: The config of the data; its differing keys are named if the data differs.
 
     Returns:
-        Two mappings of allowed differences, key path → what it was and is: those of the run, and
+        Two mappings of allowed differences, key path → old and new value: those of the run, and
         those of its loader's parts.
 
     Raises:
-        StateError: Something differs that is not allowed; the message lists all of it, and what to
-            write into resume_changes.
+        StateError: Something differs that is not allowed; the message lists every difference, and
+            what to write into resume_changes.
     """
     own = differences(saved["identity"], identity)
     parts, words = changed_data(saved["loader"], loader)
@@ -201,10 +202,10 @@ def data_differences(saved: Json, data: Json, **words: str) -> dict[str, str]:
 
 
 def check_changes(changes: Sequence[str], identity: Json) -> None:
-    """Checks that each key path of resume_changes is something that checkpoints are compared by.
+    """Checks that checkpoints are compared by each key path of resume_changes.
 
     Raises:
-        ConfigError: One is not.
+        ConfigError: They are not compared by one of them.
     """
     of_train = (f"train.{key}" for key in (*MUST_MATCH, *IF_THERE))
     parts = {ENDED, *identity, *of_train, *(f"loader.{part}" for part in LOADER_PARTS)}

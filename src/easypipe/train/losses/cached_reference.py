@@ -32,7 +32,7 @@ from easypipe.train.state import ModelLayout, TrainState
 
 logger = logging.getLogger("easypipe")
 
-ALIKE = 4  # keys compared that share their first 32 bits; further ones count as unknown
+ALIKE = 4  # how many keys with the same first 32 bits are compared; further ones count as unknown
 _SALTS = (0x9E3779B1, 0x7FEB352D)
 
 
@@ -46,8 +46,8 @@ class Passes(NamedTuple):
 class CachedReference(Reference):
     """A Reference that looks up the summed log-probabilities of known answers.
 
-    Each sum stands on its answer's first token and 0 on the others, since losses take sums over
-    answers. If a batch has an answer that is not known, the model is evaluated on that batch.
+    The column has each sum at its answer's first token and 0 at the others, because losses take
+    sums over answers. If a batch has an unknown answer, the model is evaluated on that batch.
     """
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -85,8 +85,8 @@ class CachedReference(Reference):
             first: The state before the first step.
             passes: The data.
             mesh: The mesh of the run.
-            shape: What the model computes, besides its arrays; None if that is not known: then
-                nothing is cached on disk.
+            shape: What the model computes, besides its arrays. If it is None, that is not known,
+                and nothing is cached on disk.
         """
         loaders = passes.loaders()
         states = [loader.state() for loader in loaders]
@@ -165,7 +165,7 @@ def _look_up(table: Arrays, keys: Array) -> tuple[Float[Array, "B S"], Bool[Arra
 def _table(found: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
     """Returns a table of each answer's sum, ordered by the answer's key.
 
-    It is made of the keys, answer starts and sums of batches.
+    It is made from the keys, answer starts and sums of batches.
     """
     keys, sums = (
         np.concatenate([one[part][one[1]] for one in found])  # of each answer's first slot

@@ -1,6 +1,6 @@
-"""Distillation: draws the model at each target to the likeliest tokens in a teacher's columns.
+"""Distillation: moves the model at each target towards the likeliest tokens of a teacher.
 
-The teacher's ids and log-probs stand in the batch, beside the tokens.
+The teacher's ids and log-probs are columns of the batch, next to the tokens.
 
 B batch · S sequence · K tokens of the teacher · D width · V vocabulary
 """
@@ -26,24 +26,24 @@ from easypipe.train.parallel.mesh import constrain, vocab_axes
 
 # hidden states and columns of the head that are multiplied at once, in numbers
 GATHERED = 1 << 25
-# by how much a teacher's probabilities may add up to more than 1, as numbers of 16 bits do
+# by how much a teacher's probabilities may sum to more than 1, due to 16-bit rounding
 ROUNDING = 0.02
 
 
 class Teacher(NamedTuple):
-    """The tokens that a teacher expects in the place of every label, with their log-probs."""
+    """The tokens that a teacher predicts for every label, with their log-probs."""
 
     ids: Int[Array, "B S K"]
     log_probs: Float[Array, "B S K"]
-    known: Bool[Array, "B S"]  # whether there is a label, and the teacher says something of it
+    known: Bool[Array, "B S"]  # whether there is a label, and the teacher has values for it
 
 
 class Drawn(NamedTuple):
     """What distillation adds to the loss of a batch."""
 
-    label_weights: Float[Array, "B S"]  # what the losses of the labels count
+    label_weights: Float[Array, "B S"]  # the weights of the labels' losses
     loss_sum: Float[Array, ""]  # weighted divergences, over the targets
-    kl: tuple[Array, Array]  # their sum without the weight of distillation, and what divides it
+    kl: tuple[Array, Array]  # their sum without the weight of distillation, and its divisor
 
 
 def drawn(
@@ -60,7 +60,7 @@ def drawn(
         arrays: Hidden states, head and labels.
         of_model: The layout of the head and the soft cap of the logits.
         batch: The batch, which has the teacher's columns.
-        config: How the model is drawn to the teacher.
+        config: How the model is moved towards the teacher.
         weights: A weight for every label; None: each counts once.
         sharding: How the head is sharded, as for token_log_probs.
     """
@@ -75,7 +75,7 @@ def drawn(
 
 
 def teacher_of(batch: Mapping[str, Array], config: DistillConfig) -> Teacher:
-    """Returns the teacher's columns of a batch, shifted as labels are.
+    """Returns the teacher's columns of a batch, shifted like labels.
 
     Raises:
         ConfigError: The batch has no such columns, or their types or shapes do not fit.
@@ -92,7 +92,7 @@ def teacher_of(batch: Mapping[str, Array], config: DistillConfig) -> Teacher:
                 problem=f"column {name!r} is {column.dtype} of shape {column.shape}",
                 fix="Give as many integers (ids) and floats (log-probs) for every token.",
             )
-        # the last slot's label, where it has one, stands in the next row
+        # the last slot's label, if it has one, is in the next row
         columns.append(jnp.pad(column[:, 1:], ((0, 0), (0, 1), (0, 0))))
     ids, log_probs = columns
     require(
@@ -117,10 +117,9 @@ def divergences(
 ) -> Float[Array, "B S"]:
     """Returns KL(teacher || model) at every label in nats, float32; 0 if the teacher has no values.
 
-    The sum runs over the teacher's K tokens, with all others as one:
-    `sum_k p_k log(p_k / q_k) + P log(P / Q)`, with P and Q what is left of 1. It is never more
-    than the divergence over the whole vocabulary. It is NaN where an id is not a token, and where
-    the p_k add up to more than 1.
+    The sum runs over the teacher's K tokens, with all others as one: `sum_k p_k log(p_k / q_k) + P
+    log(P / Q)`, with P and Q what is left of 1. It is never more than the divergence over the whole
+    vocabulary. It is NaN if an id is not a token, and if the p_k sum to more than 1.
     """
     places = {"layout": layout, "logit_soft_cap": logit_soft_cap}
     own = token_log_probs(hidden, head, labels, sharding=sharding, **places)
@@ -128,7 +127,7 @@ def divergences(
     logits = _logits(hidden, head, ids.astype(jnp.int32), vd=layout == "vd")
     if logit_soft_cap is not None:
         logits = logit_soft_cap * jnp.tanh(logits / logit_soft_cap)
-    # the label's log p and logit give the log-sum-exp of all, with its gradient
+    # the label's log p and logit determine the log-sum-exp of all, with its gradient
     log_q = logits[..., :-1] - logits[..., -1:] + own[..., None]
     given = jnp.where(teacher.known[..., None], teacher.log_probs, -jnp.inf)
     likely, p = given > -jnp.inf, jnp.exp(given)
@@ -149,7 +148,7 @@ def _logits(
     """Returns the logits of some tokens, computed in pieces of the sequence; NaN for other ids."""
     table = constrain(head, vocab_axes(), None) if vd else constrain(head, None, vocab_axes())
     size = head.shape[0 if vd else 1]
-    ids = jnp.where(ids < 0, size, ids)  # a negative one would count from the end
+    ids = jnp.where(ids < 0, size, ids)  # a negative id would count from the end
 
     @jax.checkpoint
     def piece(given: tuple[Array, Array]) -> Array:

@@ -58,13 +58,13 @@ class LossOutput(NamedTuple):
     Divide by `divisor` once, at the end.
 
     Attributes:
-        loss_sum: What is differentiated: the smoothed cross entropy plus the z-loss; float32
-            (float64 for float64 inputs).
+        loss_sum: The sum that is differentiated: the smoothed cross entropy plus the z-loss;
+            float32 (float64 for float64 inputs).
         num_targets: The number of labels that are not IGNORE; int32.
         nll_sum: The cross entropy alone, in nats, for perplexity; it carries no gradient.
         more: Further sums by name, which records hold divided by `divisor`.
-        weight_sum: The sum of `loss_weights` over the targets, by which the other sums were
-            weighted; None: each target counts once.
+        weight_sum: The sum of `loss_weights` over the targets, which weight the other sums; None:
+            each target counts once.
         ratios: Sums with divisors of their own, whose quotients records hold (losses/measures.py).
     """
 
@@ -77,7 +77,7 @@ class LossOutput(NamedTuple):
 
     @property
     def divisor(self) -> Array:
-        """What the sums are divided by to get means; 1 if there is no target."""
+        """The divisor that turns the sums into means; 1 if there is no target."""
         count = self.num_targets if self.weight_sum is None else self.weight_sum
         return jnp.where(count > 0, count, 1).astype(jnp.float32)
 
@@ -110,7 +110,7 @@ def hidden_of(model: LanguageModel, batch: Batch) -> Float[Array, "B S D"]:
     noise = noise_of(batch)
     if noise is None:
         return model.hidden(*taken)
-    assert isinstance(model, Decoder)  # the trainer refuses others
+    assert isinstance(model, Decoder)  # the trainer refuses other models
     return model.hidden(*taken, noise=noise)
 
 
@@ -129,7 +129,7 @@ def hidden_and_head(model: LanguageModel, batch: Batch) -> tuple[tuple[Array, ..
 
 
 class AsSums:
-    """Turns a user's loss into one that gives sums.
+    """Turns a user's loss into one that returns sums.
 
     Micro-batches, processes and the batches of an evaluation add them up.
 
@@ -138,12 +138,12 @@ class AsSums:
             scalar, the mean over the batch's targets; `(scalar, {name: scalar})`, with further
             means, which records hold under their names; or a LossOutput of sums. Targets are labels
             that are not -100. A mean is multiplied by their number. With means, `nll` (and with it
-            `ppl`) is reported only if the loss gives one under that name.
+            `ppl`) is reported only if the loss returns one under that name.
 
     Attributes:
-        of_means: Whether the loss gave means when it was last called. The gradient of a micro-batch
-            without targets may then be 0 / 0, and is dropped.
-        knows_nll: Whether the loss gave nll when it was last called.
+        of_means: Whether the loss returned means when it was last called. The gradient of a
+            micro-batch without targets may then be 0 / 0, and is dropped.
+        knows_nll: Whether the loss returned nll when it was last called.
 
     Raises:
         ConfigError: When called: the loss returned none of the three.
@@ -200,7 +200,7 @@ def _sum_of(mean: object, count: Array, name: str) -> Array:
     """Returns a mean over `count` targets as a sum; 0 if there are none.
 
     Args:
-        mean: What the loss returned.
+        mean: The mean that the loss returned.
         count: The number of targets.
         name: The name of a further mean; "" for the loss itself.
 
@@ -209,7 +209,7 @@ def _sum_of(mean: object, count: Array, name: str) -> Array:
     """
     is_number = isinstance(mean, Array | np.ndarray | np.generic | float | int)
     array = jnp.asarray(mean if is_number else jnp.nan)
-    # An integer or a boolean has no gradient: as a loss it would train nothing.
+    # An integer or a boolean has no gradient: as a loss it would not train anything.
     floats = jnp.issubdtype(array.dtype, jnp.floating) or bool(name)
     if not is_number or array.shape or jnp.iscomplexobj(array) or not floats:
         what = f"{array.dtype} of shape {array.shape}" if is_number else type(mean).__name__
@@ -250,14 +250,14 @@ def loss_sums(
     Args:
         model: The model.
         batch: `input_ids` and `labels`, Int[B, S], and, if rows are packed, `segment_ids` and
-            `position_ids`. Labels are already shifted (collate did it), and -100 where a slot is
-            not trained. A label outside the vocabulary makes the loss NaN, because a compiled
+            `position_ids`. Labels are already shifted (collate did it), and are -100 in slots
+            without a target. A label outside the vocabulary makes the loss NaN, because a compiled
             program cannot raise. With `loss_weights`, Float[B, S], every target counts by its
             weight.
         z_loss: The weight of the z-loss.
         label_smoothing: The share of each target that is spread over the vocabulary.
-        measures: What is measured into `ratios`.
-        distill: Draws the targets for which the batch has a teacher to it; `ratios` then have kl,
+        measures: The measures that are added to `ratios`.
+        distill: Moves targets for which the batch has a teacher towards it; `ratios` then have kl,
             their mean divergence.
         **options: Options of fused_linear_cross_entropy, whose errors this raises.
     """
@@ -321,10 +321,10 @@ def logits_loss_sums(
     measures: Measures = NOTHING,
     num_tokens: int | None = None,
 ) -> LossOutput:
-    """Returns what loss_sums does, for a module that returns logits; all logits are held at once.
+    """Does what loss_sums does, for a module that returns logits; all logits are held at once.
 
-    The module is called with `input_ids`, and with segment_ids and position_ids if its call names
-    them. It returns [B, S, V].
+    The module is called with `input_ids`, and with segment_ids and position_ids if its call has
+    such parameters. It returns [B, S, V].
 
     Args:
         model: The module.
@@ -451,7 +451,7 @@ def _sums(
 def call_names(model: object) -> list[str]:
     """Returns the parameter names of a model's call.
 
-    For a bridged Linen module they are those of that module.
+    For a bridged Linen module they are the parameter names of that module.
     """
     return list(inspect.signature(_own_type(model).__call__).parameters)
 
@@ -471,16 +471,16 @@ def default_loss(
 ) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
     """Returns (the loss of a module, the same loss with a second derivative).
 
-    It is the fused loss for a module with `hidden` and `lm_head`, else a loss of its logits.
+    It is the fused loss for a module with `hidden` and `lm_head`, otherwise a loss of its logits.
 
     Args:
         model: The module, which may be abstract.
         config: The options of the loss.
-        platform: The platform of the devices that it will run on, as jax names it.
-        measures: What is measured of the targets.
+        platform: The platform of the devices on which it will run, by its name in jax.
+        measures: The measures of the targets.
         class_weights: A weight for each class of a classifier.
-        distill: How the model is drawn to a teacher; refused for a loss of logits.
-        num_tokens: Returns the vocabulary size of the data's tokenizer; called for logits alone.
+        distill: How the model is moved towards a teacher; refused for a loss of logits.
+        num_tokens: Returns the vocabulary size of the data's tokenizer; called only for logits.
 
     Raises:
         ConfigError: An option has no effect on this loss, or cannot run on the platform.
@@ -524,7 +524,7 @@ def default_loss(
 def _fused(
     options: Arguments, platform: str, measures: Measures, distill: DistillConfig | None
 ) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
-    """Returns what `default_loss` does, for a module with `hidden` and `lm_head`."""
+    """Does what `default_loss` does, for a module with `hidden` and `lm_head`."""
     implementation = options.get("implementation")
     if (reason := misplaced(implementation, {platform_name(platform)})) is not None:
         raise ConfigError(
@@ -544,8 +544,7 @@ def _of_classes(
     """Returns the loss of a classifier.
 
     Raises:
-        ConfigError: The number of weights is not that of the classes, or measures of tokens are
-            named.
+        ConfigError: The numbers of weights and classes differ, or measures of tokens are named.
     """
     require(
         not measures.names,

@@ -1,4 +1,4 @@
-"""What a run measures of its targets beside the loss: accuracy, entropy, bits per byte, by dataset.
+"""What a run measures besides the loss: accuracy, entropy, bits per byte of targets, by dataset.
 
 B batch · S sequence · N datasets · V vocabulary
 """
@@ -28,7 +28,7 @@ class Measures(NamedTuple):
     """Which measures are taken of a batch.
 
     Attributes:
-        names: The measures, as `train.measure` names them.
+        names: The measures, by their names in `train.measure`.
         num_sources: The number of datasets that are measured separately, 0 for none.
         token_bytes: Int32[V], the number of bytes of text of each token.
     """

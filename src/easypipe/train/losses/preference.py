@@ -1,6 +1,6 @@
 """Losses of preference pairs, DPO and its relatives; the copy of the reference model that they use.
 
-Batches are what the pipeline makes of pairs: in every row, segments 1 and 2 are one pair's answers,
+Batches are made from pairs by the pipeline: in every row, segments 1 and 2 are one pair's answers,
 chosen first, 3 and 4 the next pair's, and so on; labels are -100 on prompts. The log-probability of
 each token under the model before training is in the column `reference_log_probs`.
 
@@ -42,7 +42,7 @@ Arrays = Mapping[str, Array]
 
 
 def log_probs(model: LanguageModel, batch: Batch) -> Float[Array, "B S"]:
-    """Returns log p of every label, in nats, float32; 0 where there is no label.
+    """Returns log p of every label, in nats, float32; 0 in slots without a label.
 
     `model` and `batch` are as for `loss_sums`. The logits never exist as a whole.
     """
@@ -65,7 +65,7 @@ class Pairs(NamedTuple):
     Attributes:
         chosen: The log-ratio of each chosen answer to the reference, in nats, summed over its
             tokens.
-        rejected: The same of each rejected answer.
+        rejected: The same for each rejected answer.
         chosen_tokens: The number of tokens of each chosen answer.
         rejected_tokens: The number of tokens of each rejected answer.
     """
@@ -86,7 +86,7 @@ class Pairs(NamedTuple):
 
 
 def _smoothed(margins: Array, config: PreferenceConfig) -> Array:
-    """Mitchell, 2023: a share ε of the pairs is assumed to be the wrong way round."""
+    """Mitchell, 2023: a share ε of the pairs is assumed to be in the wrong order."""
     wrong = config.label_smoothing
     return -(1 - wrong) * log_sigmoid(margins) - wrong * log_sigmoid(-margins)
 
@@ -173,7 +173,7 @@ def _simpo(pairs: Pairs, config: PreferenceConfig) -> Array:
 
 
 def _reward(pairs: Pairs, config: PreferenceConfig) -> Array:
-    """Bradley and Terry, 1952, as Ouyang et al., 2022, equation 1, of scores instead of ratios."""
+    """Bradley and Terry, 1952; Ouyang et al., 2022, equation 1, of scores instead of ratios."""
     return -log_sigmoid(pairs.delta)
 
 
@@ -205,7 +205,7 @@ LOSSES: Mapping[PreferenceLoss, Callable[[Pairs, PreferenceConfig], Array]] = {
 
 
 def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch], LossOutput]:
-    """Returns the loss of pairs that `config.loss` names, for `Trainer(loss=...)`.
+    """Returns the loss of pairs named by `config.loss`, for `Trainer(loss=...)`.
 
     Its sums are over pairs: `num_targets` is their number. `more` has reward_margin, the difference
     of the rewards of the chosen and the rejected answer, and reward_accuracy, the number of
@@ -244,12 +244,12 @@ def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch]
 
 
 class Reference:
-    """The model as it was before training, which gives the reference log-probability of each label.
+    """The model before training, which computes the reference log-probability of each label.
 
     Args:
-        layout: The layout of the model that is trained. Only what is trained is kept a second time;
-            of a run with adapters, only the adapters.
-        elsewhere: Makes further rows from those of a batch, which are evaluated too.
+        layout: The layout of the model that is trained. Only a copy of the trained parameters is
+            kept; for a run with adapters, only of the adapters.
+        elsewhere: Makes further rows from those of a batch; they are evaluated too.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Losses of answers that are judged one by one: Kahneman-Tversky optimization, and unpaired APO.
 
-In every row a segment is a prompt and its answer; labels are -100 on prompts, and the column
+In every row a segment is a prompt and its answer. Labels are -100 on prompts, and the column
 `desirable` is 1 on the tokens of desirable answers.
 
 B batch · S sequence · N segments of a row, 0 being padding
@@ -52,7 +52,7 @@ def answer_losses(
 
 
 def unpaired_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch], LossOutput]:
-    """Returns the loss that `config.loss` names, for `Trainer(loss=...)`.
+    """Returns the loss named by `config.loss`, for `Trainer(loss=...)`.
 
     Its sums are over answers: `num_targets` is their number. `ratios` has reward_desirable and
     reward_undesirable, the means of β times the log-ratios, and kl.
@@ -130,7 +130,7 @@ def _turned(row: dict[str, Array]) -> dict[str, Array]:
 
 
 def _ratios(model: LanguageModel, batch: Batch, reference: str) -> tuple[Array, Array]:
-    """Returns the log-ratio of every answer, and whether there is one: each [B, N - 1]."""
+    """Returns the log-ratio of every answer, and whether the answer exists: each [B, N - 1]."""
     ratios_BS = log_probs(model, batch)
     if reference in batch:
         ratios_BS = ratios_BS - batch[reference]

@@ -3,9 +3,9 @@
 Model FLOPs utilisation is a share of these rates, and a plan calculates with them.
 
 TPUs: cloud.google.com/tpu/docs, the page of each generation ("Key chip specifications"). A TPU7x
-chip has two jax devices; the table has one. NVIDIA: the data sheets of A100 80GB SXM, H100 SXM and
-PCIe, H200 SXM, GH200 and B200; dense rates, which are half of those with sparsity, and NVLink in
-one direction, which is half of what is advertised.
+chip has two jax devices; the table has one of them. NVIDIA: the data sheets of A100 80GB SXM, H100
+SXM and PCIe, H200 SXM, GH200 and B200. Rates are dense, which is half of those with sparsity, and
+NVLink is in one direction, which is half of what is advertised.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Device(NamedTuple):
     """A row of the device table.
 
     Attributes:
-        flops: Dense bfloat16 FLOPs a second.
+        flops: Dense bfloat16 FLOPs per second.
         memory: Bytes of HBM, as the device reports them.
-        memory_rate: Bytes of HBM read or written a second.
-        link_rate: Bytes a second that it can send to its neighbours (ICI, NVLink), over all of its
-            links together.
+        memory_rate: Bytes of HBM read or written per second.
+        link_rate: Bytes per second that it can send to its neighbours (ICI, NVLink), over all of
+            its links together.
     """
 
     flops: float
@@ -44,7 +44,7 @@ class Device(NamedTuple):
 
 _GIB = 2.0**30
 
-# By prefix of jax's device_kind; the longest that fits counts.
+# By prefix of jax's device_kind; the longest match counts.
 _DEVICES = {
     "TPU v4": Device(275e12, 32 * _GIB, 1228e9, 300e9),
     "TPU v5 lite": Device(197e12, 16 * _GIB, 819e9, 200e9),  # v5e
@@ -81,7 +81,7 @@ def out_of_memory(
     model: ModelConfig | None,
     batch_size: int,
 ) -> TrainError | None:
-    """Returns the error to raise in place of `error` if a device ran out of memory; else None.
+    """Returns the error to raise instead of `error` if a device ran out of memory, or None.
 
     Args:
         error: The error of the run.
@@ -142,7 +142,7 @@ def advice(
         train: The options of the run.
         mesh: The mesh.
         batch_size: Rows of a step.
-        attention: The attention backend that runs, if it is known.
+        attention: The attention backend in use, if it is known.
         much_state: Whether a smaller state would help.
     """
     said = []
@@ -187,7 +187,7 @@ def on_device(tree: Any, itemsize: int | None = None) -> int:
 
     Args:
         tree: The arrays.
-        itemsize: Bytes of a number, in place of those of each dtype.
+        itemsize: Bytes of a number, instead of those of each dtype.
     """
     leaves = jax.tree.leaves(tree)
     return sum(

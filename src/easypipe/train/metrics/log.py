@@ -1,8 +1,8 @@
 """Writes and reads metrics.jsonl, one JSON object for each logged step; checks it on resume.
 
-Law: the values of `loss`, `nll`, `grad_norm` and `learning_rate` are float32s written so that they
-read back bit for bit, and a run that was killed and resumed leaves the same ones as a run that was
-not. (Times and rates differ, of course.)
+Law: the values of `loss`, `nll`, `grad_norm` and `learning_rate` are float32s, written so that they
+are read back bit for bit. A run that was killed and resumed leaves the same values as a run that
+was not. (Times and rates differ, of course.)
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class MetricsFile(Closeable):
         path: The file.
         after_step: The step from which the run continues.
         write: Whether this process writes; True in one process of a run.
-        digest: The `digest()` at the time when that step was saved, if it is known. If the lines
-            differ, a warning is logged and they are kept.
+        digest: The `digest()` when that step was saved, if it is known. If the lines differ, a
+            warning is logged and they are kept.
 
     Attributes:
         path: The file.
@@ -49,7 +49,7 @@ class MetricsFile(Closeable):
         last: The last record; None if there is none.
 
     Raises:
-        StorageError: The file is not one of metrics, or cannot be written.
+        StorageError: The file is not a metrics file, or cannot be written.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class MetricsFile(Closeable):
         try:
             for record in each_record(path) if path.exists() else ():
                 if record["step"] <= after_step:
-                    kept.append(record)  # noqa: PERF401  (what stands before an error is kept)
+                    kept.append(record)  # noqa: PERF401  (what comes before an error is kept)
         except StorageError:
-            # Lines behind those of the checkpoint were not synced: where the power goes, a file
+            # Lines after those of the checkpoint were not synced: after a power failure, a file
             # system may leave anything there.
             if digest != xxh3_128(_bytes(kept)).hexdigest():
                 raise
@@ -104,9 +104,9 @@ class MetricsFile(Closeable):
         return None if self._file is None else self._lines.hexdigest()
 
     def sync(self) -> None:
-        """Returns once the lines are on the disk.
+        """Returns after the lines are on the disk.
 
-        A checkpoint that counts on them is committed only then.
+        A checkpoint that counts on them is committed only after that.
         """
         if self._file is not None:
             os.fsync(self._file.fileno())
@@ -134,7 +134,7 @@ def each_record(path: str | Path) -> Iterator[Record]:
 
 
 def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, int, Record]]:
-    """Yields the records behind byte `at`, where `lines` lines end, as `each_record` does.
+    """Yields the records after byte `at`, where `lines` lines end, as `each_record` does.
 
     Each comes with the byte at which it ends, and the number of lines up to there.
     """
@@ -159,7 +159,7 @@ def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, i
 
 
 def _is_record(value: JsonValue) -> TypeGuard[Record]:
-    """Returns whether a value has what readers of a record rely on: a step, and losses."""
+    """Returns whether a value has what readers of a record need: a step, and losses."""
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):
         return False
     evals = value.get("eval", {})

@@ -30,7 +30,7 @@ class Meter:
             None if those of the model are not known.
         peak: FLOP/s of all devices of the run; None if that is not known.
         devices: The devices of this process, whose memory is reported if they report it.
-        sources: The datasets of what is measured by dataset.
+        sources: The datasets for measures by dataset.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Meter:
         self._pending: Batch | None = None
         # Tokens, FLOPs, PaLM FLOPs and seconds waited, since the run began.
         self._sums = [0.0] * 4
-        # (time, *sums) at the end of each step, but not before the end of the first one, which
+        # (time, *sums) at the end of each step, but not before the end of the first step, which
         # compiles.
         self._marks: deque[tuple[float, ...]] = deque(maxlen=WINDOW_STEPS + 1)
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """Returns the next batch, or None at the end.
 
-        The time counts as waited only if the device was already idle when the batch came.
+        The time counts as waiting only if the device was already idle when the batch came.
         """
         began = time.perf_counter()
         batch = next(batches, None)
@@ -74,8 +74,8 @@ class Meter:
 
         Returns:
             loss, ppl, nll and the norms are None if they are not finite. skipped is the number of
-            batches so far that moved no parameter. fill is the share of slots outside padding,
-            trained_share that of their tokens whose successor is predicted.
+            batches so far that did not change the parameters. fill is the share of slots outside
+            padding, trained_share that of their tokens whose successor is predicted.
 
         Raises:
             TrainError: The step has no targets.
@@ -112,7 +112,7 @@ class Meter:
             "num_tokens": tokens,
             "num_targets": targets,
             "fill": tokens / host["num_slots"],
-            "trained_share": targets / max(1, tokens),  # a label may stand on padding
+            "trained_share": targets / max(1, tokens),  # a label may be on padding
         }
 
     def rates(self) -> Record:
@@ -137,9 +137,9 @@ class Meter:
         return rates | {"peak_memory": peak_memory(self._devices)}
 
     def restart(self) -> None:
-        """Starts the rates anew.
+        """Restarts the rates.
 
-        The time since the last step, that of an evaluation, was not training.
+        The time since the last step, of an evaluation, was not training.
         """
         self._marks.clear()
         self._mark()

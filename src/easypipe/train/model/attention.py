@@ -1,4 +1,4 @@
-"""Attention over packed rows, which every layer calls: choice of the backend, masks, KV cache.
+"""Attention over packed rows, for every layer: choice of the backend, masks, KV cache.
 
 Backends: "xla" holds all scores and runs everywhere; "splash" (TPU) and "triton" (NVIDIA) hold a
 block of them. All obey the isolation law: no slot sees another segment, in value or gradient.
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
     """How the attention scores of a layer are computed.
 
     Attributes:
-        window: The number of slots that a slot sees at most, the nearest ones; None: all.
+        window: The most slots that a slot sees, the nearest ones; None: all.
         windowed: Whether this layer has that window. It may be traced, so that one compiled layer
             serves both kinds.
         scale: The factor of the scores; None for h^-1/2.
@@ -77,7 +77,7 @@ def attend(
         value_BSKh: The values.
         segment_ids: The segment of each slot; 0 is padding.
         scores: How scores are computed; default: without window and cap.
-        backend: None for the platform's preferred backend, and "xla" where that cannot run.
+        backend: None takes the platform's preferred backend, or "xla" if that cannot run.
 
     Raises:
         ConfigError: The given backend cannot run.
@@ -106,7 +106,7 @@ def attend(
         query, key, value = (
             jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) for array in (query, key, value)
         )
-        # The padding is a segment of its own, which no slot sees.
+        # The padding is a segment of its own that no slot sees.
         segment_ids = jnp.pad(segment_ids, ((0, 0), (0, missing)), constant_values=-1)
     mixed = fused(query, key, value, segment_ids, scores)
     return mixed[:, :length] if missing else mixed
@@ -172,7 +172,7 @@ def attend_cached(
 def choose(backend: AttentionBackend | None, head_width: int, dtype: DTypeLike) -> AttentionBackend:
     """Returns the backend that will run on the current platform.
 
-    If the platform's preferred backend cannot run, "xla" does, with a warning.
+    If the platform's preferred backend cannot run, "xla" runs instead, with a warning.
 
     Raises:
         ConfigError: The given backend cannot run.
@@ -226,7 +226,7 @@ def head_axes() -> tuple[str, ...]:
 
 
 def segment_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
-    """Returns True where query slot s may see key slot t: same segment, t not after s.
+    """Returns True if query slot s may see key slot t: same segment, t not after s.
 
     Padding sees padding, so that no row of the mask is empty.
     """
@@ -235,9 +235,9 @@ def segment_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
 
 
 def _near(length: int, window: Int[Array, ""]) -> Bool[Array, "S S"]:
-    """Returns True where key slot t is less than `window` before query slot s.
+    """Returns True if key slot t is less than `window` before query slot s.
 
-    Segments are contiguous, so slots count as positions do.
+    Segments are contiguous, so slots count like positions.
     """
     index_S = jnp.arange(length)
     return index_S[:, None] - index_S[None, :] < window
@@ -337,8 +337,8 @@ def runs(segment_ids: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, 
 class _Layout:
     """The sharding of the arrays of attention: rows over the batch axes, queries over `sequence`.
 
-    Heads are divided as the rules say. The compiler cannot divide a kernel, so each device runs it
-    on its own part; keys and values of a row are gathered over `sequence`.
+    Heads are divided by the rules. The compiler cannot divide a kernel, so each device runs it on
+    its own part; keys and values of a row are gathered over `sequence`.
     """
 
     def __init__(self, query_BSHh: Array, key_BSKh: Array) -> None:
@@ -363,10 +363,10 @@ class _Layout:
     def over(
         self, function: Callable[..., Array], specs: tuple[PyTree, ...]
     ) -> Callable[..., Array]:
-        """Returns `function` as each device runs it on its own part."""
-        # Every axis that divides an input also divides the result, or is one along which it is
-        # summed (keys and values). So autodiff through shard_map is correct here, which it is not
-        # where a result is replicated.
+        """Returns `function` in the form in which each device runs it on its own part."""
+        # Every axis that divides an input also divides the result, or is an axis over which it is
+        # summed (keys and values). So autodiff through shard_map is correct here; it is not if a
+        # result is replicated.
         return (
             jax.shard_map(function, in_specs=specs, out_specs=self.query, check_vma=False)
             if self.mesh

@@ -50,7 +50,8 @@ class Layer(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         width, inner, head = config.hidden_size, config.intermediate_size, config.head_width
         make = functools.partial(linear, config, rngs=rngs)
-        # Each layer adds twice: this factor keeps the size of the sum whatever the depth (GPT-2).
+        # Each layer adds twice: this factor keeps the size of the sum constant for any depth
+        # (GPT-2).
         residual = (2 * config.num_layers) ** -0.5
         self.config = config
         self.attention_norm, self.mlp_norm = norm(config, width, rngs), norm(config, width, rngs)
@@ -120,13 +121,13 @@ def linear(
     scale: float = 1.0,
     bias: bool = False,
 ) -> nnx.Linear:
-    """Returns a projection whose kernel, [inputs, outputs], has dimensions that mean `axes`.
+    """Returns a projection; `axes` are the meanings of the dimensions of its kernel.
 
     Args:
         config: The options of the model, for its dtypes.
         inputs: The number of inputs.
         outputs: The number of outputs.
-        axes: The meanings of the kernel's dimensions, for its sharding.
+        axes: The meanings of the dimensions of the kernel, [inputs, outputs], for its sharding.
         rngs: The source of random keys.
         scale: The initial values have a standard deviation of `scale`·inputs^-1/2.
         bias: Whether the projection adds a bias.
@@ -145,13 +146,13 @@ def linear(
 
 
 def norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm | OnePlusNorm:
-    """Returns a norm over the last dimension, with the scale that `config.norm_scale` names."""
+    """Returns a norm over the last dimension, with the scale of `config.norm_scale`."""
     if config.norm_scale == "one_plus":
         return OnePlusNorm(config, width, rngs)
     return nnx.RMSNorm(
         width,
         epsilon=config.norm_epsilon,
-        dtype=jnp.dtype(config.dtype),  # of the result; the mean of squares is float32
+        dtype=jnp.dtype(config.dtype),  # dtype of the result; the mean of squares is float32
         param_dtype=jnp.dtype(config.param_dtype),
         scale_init=partitioned(nnx.initializers.ones, None),
         rngs=rngs,
@@ -161,7 +162,7 @@ def norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm | OnePl
 class OnePlusNorm(nnx.Module):
     """The norm `x / rms(x) · (1 + scale)`, all in float32, as in Gemma.
 
-    Weight decay pulls its factor to 1 and not to 0.
+    Weight decay pulls its factor to 1, not to 0.
     """
 
     def __init__(self, config: ModelConfig, width: int, rngs: nnx.Rngs) -> None:
@@ -265,13 +266,12 @@ class AddedTokens(nnx.Module):
 class Decoder(nnx.Module):
     """The decoder: token ids in, logits (or the hidden states before the head) out.
 
-    Build it inside `jax.jit` under `jax.set_mesh(mesh)`, and every parameter is created on its
+    If it is built inside `jax.jit` under `jax.set_mesh(mesh)`, every parameter is created on its
     devices.
 
     Attributes:
         config: The options of the model.
-        hf_config: The config.json that published weights came with, from which save_pretrained
-            starts.
+        hf_config: The config.json of the published weights, from which save_pretrained starts.
         added: The rows of new tokens, if the model was given any for adapters.
         score: [D, 1], the head of a reward model.
 
@@ -289,7 +289,7 @@ class Decoder(nnx.Module):
             jnp.dtype(config.param_dtype),
         )
         # Embeddings must be as large in the residual stream as what the layers add to it (unit
-        # size), or early training is slow: a table of 0.02 reached a loss of 4.98 where 1/sqrt(D)
+        # size), or early training is slow: a table of 0.02 reached a loss of 4.98, where 1/sqrt(D)
         # reached 4.28, and 1 (untied) 3.89. A table that is also the head cannot be larger than
         # 1/sqrt(D): its own token would win every logit.
         table_init = partitioned(
@@ -318,7 +318,7 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "B S V"]:
         """Returns the float32 logits of every slot.
 
-        They are large: training goes through train/losses/loss.py, which never holds them.
+        They are large: training uses train/losses/loss.py, which never holds them.
         """
         return self.logits(self.hidden(input_ids, segment_ids, position_ids))
 
@@ -336,7 +336,7 @@ class Decoder(nnx.Module):
     def add_score(self, seed: int) -> None:
         """Makes the decoder a reward model.
 
-        It adds a head of one number, which is trained with adapters too.
+        It adds a head of one number, which is trained even if only adapters are.
         """
         key = jax.random.key(fold(seed, "score") % 2**32)
         first = 0.02 * jax.random.normal(key, (self.config.hidden_size, 1), jnp.float32)
@@ -434,7 +434,7 @@ class Decoder(nnx.Module):
         if noise is not None:
             x_BSD = noise.added(x_BSD)
         if self.config.scale_embeddings:
-            # The factor is rounded to the dtype first, as Gemma was trained.
+            # The factor is rounded to the dtype first, because Gemma was trained in this way.
             x_BSD = x_BSD * jnp.asarray(self.config.hidden_size**0.5, x_BSD.dtype)
         return x_BSD
 
@@ -501,7 +501,7 @@ def check_mesh(config: ModelConfig) -> None:
     """Checks that sharded dimensions of the parameters divide over their mesh axes.
 
     Raises:
-        ConfigError: One does not.
+        ConfigError: A dimension does not.
     """
     if not on_mesh():
         return
@@ -510,8 +510,7 @@ def check_mesh(config: ModelConfig) -> None:
         axes_of(rules()["heads"]),
         config.head_width,
     )
-    # field of the config, its value, the factor of it, the mesh axes over which the product is
-    # divided
+    # field of the config, its value, its factor, the mesh axes over which the product is divided
     sizes = (
         ("hidden_size", config.hidden_size, 1, axes_of(rules()["embed"])),
         ("intermediate_size", config.intermediate_size, 1, axes_of(rules()["mlp"])),
@@ -535,7 +534,7 @@ def check_mesh(config: ModelConfig) -> None:
 
 
 def positions(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    """Returns the place of every slot within its run of equal segment ids, from 0."""
+    """Returns the position of every slot in its run of equal segment ids, from 0."""
     return jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - runs(segment_ids)[0]
 
 

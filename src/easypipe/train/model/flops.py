@@ -7,8 +7,8 @@ pass; recomputation (remat) is not counted, nor are norms, activations and softm
 numerator of model FLOPs utilisation, not of hardware utilisation.
 
 In a layer with a sliding window of W, the token at place p of its segment attends to min(p + 1, W)
-tokens. The half token that the diagonal has too much is left out for all layers alike, so a token
-counts p + 1/2, and W once that is less.
+tokens. The diagonal counts half a token too much, which is left out for all layers alike. So a
+token counts p + 1/2, or W if that is less.
 """
 # ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
 
@@ -39,7 +39,7 @@ def flops_per_step(config: ModelConfig, segment_lengths: Iterable[int]) -> int:
 
     They are `6·N·tokens + 6·H·h·Σ_layers Σ attended`, attended being `length²` of a segment, or `W²
     + 2·W·(length - W)` in a layer with a window W that is shorter. A token sees half its segment on
-    average; padding and other segments cost nothing that counts.
+    average; padding and other segments are not counted.
 
     Args:
         config: The options of the model.
@@ -59,25 +59,25 @@ def flops_from_sums(config: ModelConfig, num_tokens: float, attended: float) -> 
 
 
 def adapter_flops(config: ModelConfig, adapter_params: int) -> int:
-    """Returns what adapters add to the FLOPs of a token, usually less than nothing.
+    """Returns the FLOPs that adapters add for a token, usually a negative number.
 
-    It is `6·adapter_params - 2·N`: a frozen matrix passes a gradient through itself and has none of
-    its own, 4 FLOPs per parameter and token in place of 6.
+    It is `6·adapter_params - 2·N`: a frozen matrix passes a gradient through but has none of its
+    own, which takes 4 FLOPs per parameter and token instead of 6.
     """
     return 6 * adapter_params - 2 * matmul_params(config)
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """Returns the sliding window of each layer, None for those that have none."""
+    """Returns the sliding window of each layer, or None for a layer without one."""
     return [config.sliding_window if windowed else None for windowed in config.windowed]
 
 
 def palm_flops_per_step(config: ModelConfig, num_slots: int, seq_length: int) -> int:
-    """Returns the FLOPs of a step in the PaLM convention, `(6·N + 12·L·H·h·S)` a slot.
+    """Returns the FLOPs of a step in the PaLM convention, `(6·N + 12·L·H·h·S)` per slot.
 
-    Padding counts, segments and the causal mask do not. A layer with a window W has min(S, W) in
-    place of S; PaLM had none. Chowdhery et al., PaLM, 2022, appendix B. N is `matmul_params`. It is
-    what most papers print, and higher than `flops_per_step`.
+    Padding counts, but segments and the causal mask do not. A layer with a window W has min(S, W)
+    instead of S; PaLM had no windows. Chowdhery et al., PaLM, 2022, appendix B. N is
+    `matmul_params`. Most papers print this number, which is higher than `flops_per_step`.
     """
     seen = sum(
         seq_length if window is None else min(seq_length, window) for window in windows(config)
@@ -95,7 +95,7 @@ def segment_sums(
     """Returns `(tokens, attended)` of the segments of a batch, on device.
 
     tokens is int32. attended is float32 (rounded to 1e-7 of itself above 2^24): Σ length², the mean
-    over layers whose `windows` cut it off. The odd numbers 1, 3, ... 2n-1 sum to n², so it follows
+    over layers, limited by their `windows`. The odd numbers 1, 3, ... 2n-1 sum to n², so it follows
     from positions, which restart at 0 in each segment.
     """
     is_token, seen = segment_ids > 0, 2.0 * position_ids + 1.0

@@ -27,7 +27,7 @@ from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.pretrained.files import as_tokens
 
 PIECE = 128  # tokens of prompts that are read at once; the slots of a cache are a multiple of it
-STEPS = 32  # tokens that are sampled on the device before the host looks at them
+STEPS = 32  # tokens that are sampled on the device before the host reads them
 
 
 class Decodes(Protocol):
@@ -61,14 +61,14 @@ def generate(
         model: The model.
         prompts: Token ids, rows of any lengths.
         max_new_tokens: The most new tokens of a row.
-        temperature: 0 takes the likeliest token every time; otherwise logits are divided by it.
+        temperature: 0 always takes the likeliest token; otherwise logits are divided by it.
         top_k: Sample only from the k likeliest tokens (and any that tie with the last of them).
         top_p: Sample only from the likeliest tokens that together reach this probability (Holtzman
             et al., 2020), after temperature and top_k.
         min_p: Sample only tokens with at least this share of the probability of the likeliest
             (Nguyen et al., 2024), after the others.
-        repetition_penalty: Logits of tokens that are in the row, prompt included, are divided by it
-            if positive and multiplied by it if not (Keskar et al., 2019); 1 for none.
+        repetition_penalty: Logits of tokens that are in the row (including the prompt) are divided
+            by it if positive, and multiplied by it otherwise (Keskar et al., 2019); 1 for none.
         eos_token_id: A row ends before this token, or the first of these.
         stop: A row ends with the token that completes one of these texts.
         tokenizer: Writes tokens as text, for `stop`.
@@ -121,9 +121,9 @@ def generate(
 def _stopped(
     row: Sequence[int], fresh: int, stops: Sequence[str], tokenizer: Decodes | None
 ) -> int | None:
-    """Returns the length of `row` up to the end of the first stop string; None without one.
+    """Returns the length of `row` up to the end of the first stop string, or None without one.
 
-    No stop string ended before the last `fresh` tokens.
+    No stop string may have ended before the last `fresh` tokens.
     """
     if tokenizer is None or not stops:
         return None
@@ -135,7 +135,7 @@ def _stopped(
 
 
 def cache_bytes(config: ModelConfig, rows: int, tokens: int) -> int:
-    """Returns the bytes of the cache for `rows` of so many tokens each.
+    """Returns the bytes of the cache for `rows` of this many tokens each.
 
     The tokens are those of the prompts and the new ones.
     """
@@ -219,7 +219,7 @@ class Sampling(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The arguments of a compiled program beside the rows.
+    """The arguments of a compiled program besides the rows.
 
     An option that is off is None, and no code is compiled for it. `ends` are the tokens that end a
     row.
@@ -252,7 +252,7 @@ def _written(
 ) -> Iterator[NDArray[np.int32]]:
     """Yields the new tokens of all rows, Int32[B, at most STEPS], until all have ended.
 
-    After its end a row goes on with tokens that mean nothing.
+    After its end a row continues with meaningless tokens.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest, count = int(lengths.max()), len(prompts)
@@ -280,7 +280,7 @@ def _written(
 
 
 def _mesh_of(model: Decoder) -> AbstractContextManager[object]:
-    """Sets the mesh of the model, so that its cache is divided as its heads are."""
+    """Sets the mesh of the model, so that its cache is divided in the same way as its heads."""
     lies = model.embedding[...].sharding
     mesh = lies.mesh if isinstance(lies, NamedSharding) else None
     return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext()
@@ -323,7 +323,7 @@ def _write(
         top_k: The number of tokens to sample from.
 
     Returns:
-        The new tokens, Int32[B, STEPS], of which the first `steps[1]` count; and the state of the
+        The new tokens, Int32[B, STEPS], the first `steps[1]` of which count; and the state of the
         rows after them.
     """
     model = nnx.merge(graph, state)
@@ -374,7 +374,7 @@ def _choice(
 def _nucleus(logits: Array, top_p: Array) -> Array:
     """Masks the logits, [B, V], of tokens outside the nucleus.
 
-    These are tokens whose likelier ones already have a probability of `top_p`.
+    A token is outside if likelier tokens already have a total probability of `top_p`.
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     odds = jax.nn.softmax(ordered, axis=-1)
@@ -407,7 +407,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]] | NDArray[np.integer], vocab
     """Checks that there are prompts, that none is empty, and that tokens are in the vocabulary.
 
     Raises:
-        ConfigError: Something of that does not hold.
+        ConfigError: One of these conditions does not hold.
     """
     require(len(prompts) > 0, "prompts", "no prompt", "Give at least one list of token ids.")
     for index, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""The model as lm-eval calls it: its batches, log-likelihoods of texts, generation up to a stop.
+"""The model as lm-eval calls it: batches, log-likelihoods of texts, generation up to a stop.
 
 The rules of tokens, windows and batches are those of lm-eval's own `hf` model, so that the scores
 are the same.
@@ -36,11 +36,11 @@ from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-LOGITS = 2**28  # most logits that exist at one time: a gigabyte
+LOGITS = 2**28  # the most logits that exist at one time: a gigabyte
 STEP = 64  # row lengths are multiples of it: few lengths, few programs
-MAX_NEW_TOKENS = 256  # if a task gives none
-UNKNOWN_LENGTH = 2048  # max_length of a model that names none
-# The names by which tasks give the options of `generate`.
+MAX_NEW_TOKENS = 256  # if a task does not say
+UNKNOWN_LENGTH = 2048  # max_length of a model that does not say
+# The names that tasks use for the options of `generate`.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -53,7 +53,7 @@ class Request(Protocol):
 
 
 class Tasks(Protocol):
-    """An index of lm-eval's: the names of tasks, and of all that can be asked for."""
+    """An index of lm-eval's: the names of tasks, and of everything that can be asked for."""
 
     all_subtasks: Sequence[str]
     all_tasks: Sequence[str]
@@ -125,7 +125,7 @@ class HarnessModel:
         return [math.fsum(next(scores).log_prob for _ in own) for own in windows]
 
     def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
-        """Returns what the model writes after each text, up to the first stop."""
+        """Returns the model's continuation of each text, up to the first stop."""
         alike: dict[str, list[int]] = defaultdict(list)
         for i, request in enumerate(requests):
             alike[json.dumps(request.args[1], sort_keys=True)].append(i)
@@ -185,7 +185,7 @@ class HarnessModel:
     def _pair(self, text: str, continuation: str) -> tuple[list[int], list[int]]:
         """Returns the tokens of a text and of its continuation.
 
-        Spaces at the end of the text count to the continuation.
+        Spaces at the end of the text belong to the continuation.
         """
         if text == "":
             ids = self._bare(continuation)
@@ -207,7 +207,7 @@ class HarnessModel:
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
         """Scores pairs of (context tokens, scored tokens).
 
-        Pairs that differ in the last token alone are read once.
+        Pairs that differ only in the last token are read once.
 
         Raises:
             ConfigError: A continuation is longer than the model sees.
@@ -251,7 +251,7 @@ class HarnessModel:
 
         Yields:
             The log-probabilities of the scored tokens except the last, whether each was the
-            likeliest, and the log-probabilities of all tokens in the place of the last.
+            likeliest, and the log-probabilities of all tokens at the last place.
         """
         count = 1 << (len(rows) - 1).bit_length()  # a power of two, for few programs
         width = -(-max(len(ids) for ids, _ in rows) // STEP) * STEP
@@ -269,7 +269,7 @@ class HarnessModel:
         """Generates the texts of prompts that have the same options.
 
         Raises:
-            ConfigError: The new tokens leave no room for a prompt.
+            ConfigError: The new tokens leave no space for a prompt.
         """
         until = options.pop("until", [])
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
@@ -316,7 +316,7 @@ def _sampling(options: JsonObject) -> Arguments:
     """Returns the options of `generate` from those of a task.
 
     Raises:
-        ConfigError: `generate` has no such option.
+        ConfigError: `generate` does not have the option.
     """
     known = sorted({"do_sample", "temperature", *_SAMPLING})
     for name in options:
@@ -331,7 +331,7 @@ def _sampling(options: JsonObject) -> Arguments:
 
 
 def _wide(scored: int) -> int:
-    """Returns how many places of a row are read if so many tokens are scored: a power of 4."""
+    """Returns how many places of a row are read to score this many tokens: a power of 4."""
     return 4 ** math.ceil(math.log(scored, 4)) if scored > 1 else 1
 
 
@@ -363,7 +363,7 @@ def check_needed() -> None:
     """Checks that lm-eval is installed.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: It is not installed.
     """
     fix = "pip install 'easypipe[eval]'"
     with raising(ConfigError, "lm_eval", "needs the package lm-eval", fix, ImportError):
@@ -371,7 +371,7 @@ def check_needed() -> None:
 
 
 def as_lm(asked: Asked) -> Any:
-    """Returns the model as `lm_eval.simple_evaluate(model=...)` takes it.
+    """Returns the model in the form for `lm_eval.simple_evaluate(model=...)`.
 
     Raises:
         ConfigError: lm-eval is not installed.
@@ -397,7 +397,7 @@ def scores(
         seen: How its conversations were written, what ended them, how long rows were.
 
     Raises:
-        ConfigError: lm-eval is not installed, or knows no task of a name.
+        ConfigError: lm-eval is not installed, or has no task of that name.
     """
     asked = Asked(
         model=model,

@@ -33,7 +33,7 @@ class LoraLinear(nnx.Linear):
     """A projection with an adapter: `x·W + bias + scale·(x·A)·B`, in the dtype of the projection.
 
     The arrays of the projection keep their names; `lora_a` Float32[..., I, r] and `lora_b`
-    Float32[..., r, O] are nnx.LoRAParam, sharded as W's own dimensions are.
+    Float32[..., r, O] are nnx.LoRAParam, sharded like W's own dimensions.
     """
 
     def __init__(self, linear: nnx.Linear, config: LoraConfig, key: Array) -> None:
@@ -58,19 +58,19 @@ class LoraLinear(nnx.Linear):
 
 
 def add_lora(module: Module, config: LoraConfig, seed: int) -> Module:
-    """Replaces the projections that `config.targets` names in `module` by LoraLinear.
+    """Replaces the projections in `module` that match `config.targets` by LoraLinear.
 
     Args:
         module: The module, which is changed in place.
         config: The options of the adapters.
-        seed: The initial values depend on it and the projection's name alone.
+        seed: The initial values depend only on it and on the projection's name.
 
     Returns:
         `module` itself.
 
     Raises:
-        ConfigError: A target fits no projection (the message names them all), or a projection is
-            smaller than the rank or has an adapter already.
+        ConfigError: A target matches no projection (the message lists all of them), or a projection
+            is smaller than the rank or has an adapter already.
     """
     found = dict(_projections(module))
     named = {name for name in found if name not in _UNCALLED}
@@ -112,8 +112,8 @@ def merge_lora(module: Module) -> Module:
     """Returns a module without adapters that computes the same.
 
     Every W + scale·A·B is added in float32 and rounded to the dtype of W. Rows of new tokens
-    replace those in table and head. `module` is left as it is, and shares all arrays that have no
-    adapter. A module without adapters is returned as it is.
+    replace those in table and head. `module` is not changed, and shares all arrays that have no
+    adapter. A module without adapters is returned unchanged.
     """
     if not has_lora(module):
         return module
@@ -168,7 +168,7 @@ def adapters(module: nnx.Module) -> dict[str, LoraLinear]:
 def fingerprint(arrays: Mapping[str, Array]) -> dict[str, int]:
     """Returns a number for the bits of every array.
 
-    Adapters know by it the weights they belong to.
+    By it, adapters recognize the weights to which they belong.
 
     It is the same on every mesh.
     """
@@ -211,7 +211,7 @@ def _put(owner: Any, key: Hashable, value: nnx.Module) -> None:  # an owner is a
 
 def _take(target: nnx.Module, source: nnx.Module, without: tuple[str, ...] = ()) -> None:
     """Sets every attribute of `source` on `target`."""
-    # A module holds whatever its constructor set.
+    # A module holds everything that its constructor set.
     for name, value in vars(source).items():
         if not name.startswith("_pytree__") and name not in without:
             setattr(target, name, value)
@@ -232,7 +232,7 @@ def _labels(kernel: nnx.Variable) -> tuple[str | None, ...]:
 
 
 def _no_target(at: str, target: str, named: list[str]) -> ConfigError:
-    """Returns the error of a target that fits no projection."""
+    """Returns the error for a target that matches no projection."""
     theirs = {their.rpartition(".")[2]: ours for ours, their in PROJECTIONS.items()}
     if target in _UNCALLED:
         return ConfigError(

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, UInt32
 from easypipe.core.random import fold
 from easypipe.train.parallel.mesh import TOKEN_AXES, constrain
 
-# Columns of a training batch; batches of evaluations have none.
+# Columns of a training batch; evaluation batches do not have them.
 SEEDS, SIZES = "noise_seeds", "noise_sizes"
 
 
@@ -42,7 +42,7 @@ class Noise(NamedTuple):
 
 
 def noise_of(batch: Mapping[str, Array]) -> Noise | None:
-    """Returns the noise of a batch; None if it has none."""
+    """Returns the noise of a batch, or None."""
     return Noise(batch[SEEDS], batch[SIZES]) if SEEDS in batch else None
 
 
@@ -75,7 +75,7 @@ def noise_columns(alpha: float, seed: int) -> NoiseOfStep:
 
 
 def abstract_columns(ids: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the abstract columns of `noise_columns` for a batch of such tokens."""
+    """Returns the abstract columns of `noise_columns` for a batch of tokens with this shape."""
     assert isinstance(ids.sharding, NamedSharding)
     *rows, _ = ids.sharding.spec
     of_rows = NamedSharding(ids.sharding.mesh, PartitionSpec(*rows))

@@ -20,11 +20,11 @@ from easypipe.transforms.prompt.formats import ChatFormat
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
-SHOWN = 60  # characters of a text that an error shows
+SHOWN = 60  # characters of a text that an error message shows
 
 
 class Loaded(NamedTuple):
-    """A model, the name of its tokenizer, and what it saw of its data."""
+    """A model, the name of its tokenizer, and the record of its data."""
 
     decoder: Decoder
     tokenizer: str
@@ -49,11 +49,12 @@ class Writer:
         self._tokenizer, self._options = tokenizer, options
         self._ends = ends if own is None else (*ends, own)
         self._given = loaded.seen.chat_template  # None: the tokenizer's own
-        # Stands in for an empty prompt: what documents begin with, or what ends the one before.
+        # Replaces an empty prompt: the token that documents begin with, or that ends the one
+        # before.
         self._begin = [next((one for one in (begin, own) if one is not None), 0)]
 
     def written(self, prompts: Sequence[str], *, whole: bool) -> list[str]:
-        """Returns what the model writes after each prompt, with the prompt if `whole`."""
+        """Returns the model's continuation of each prompt, with the prompt if `whole`."""
         assert self.decoder is not None
         require_harmless(list(prompts), "prompts")
         ids = [self._tokenizer.reference_encode(prompt) or self._begin for prompt in prompts]
@@ -110,7 +111,7 @@ class Writer:
     def _template(self) -> ChatTemplate:
         """The chat template.
 
-        Reading it also adds the tokens that end its turns to those that end a text.
+        Reading it also adds the tokens that end its turns to the tokens that end a text.
         """
         template = load_chat_template(
             self._tokenizer, chat_template=self._given, train_on="assistant", date=None

@@ -142,7 +142,7 @@ class OptimizerConfig:
     beta2: float | None = None  # how much of the second moment is kept at each step
     # for ademamix, how much of the slow average is kept at each step; for adan, of the squares
     beta3: float | None = None
-    # a small number, added where an update is divided by the second moment
+    # a small number, added when an update is divided by the second moment
     epsilon: float | None = None
     weight_decay: float | None = None  # decay of matrices alone, multiplied by the learning rate
     momentum: float | None = None  # for muon, how much of the momentum is kept at each step

@@ -1,7 +1,7 @@
 """Makes optimizers (table DIRECTIONS), learning rate schedules, groups, and averages of parameters.
 
-A test checks the table against the Literal of the configuration. Every optimizer is composed in one
-way: clip · its own direction · decoupled weight decay · per-group scale · learning rate.
+A test compares the table with the Literal of the configuration. Every optimizer is composed in the
+same way: clip · its own direction · decoupled weight decay · per-group scale · learning rate.
 
 k step, from 0 · W warm-up steps · N steps of the run · C cool-down steps · p peak · f final
 fraction
@@ -32,7 +32,7 @@ ONE_CYCLE_START = 1 / 25  # of the peak (Smith and Topin, 2018)
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the learning rate of every step, counted from 0.
 
-    Warm-up: p (k + 1) / (W + 1), so that no step is spent at 0. Then, with j = k - W and M = N - W:
+    Warm-up: p (k + 1) / (W + 1), so that no step has rate 0. Then, with j = k - W and M = N - W:
 
     - cosine: half a cosine from p to f p over M (Loshchilov and Hutter, 2017).
     - linear, polynomial: p (f + (1 - f) (1 - j / M)^power).
@@ -85,7 +85,7 @@ def _cool(
 
 def _inverse_sqrt(config: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
     start = max(config.warmup_steps, 1)
-    # optax also evaluates it for steps below 0, whose value is not used.
+    # optax also evaluates it for steps below 0; that value is not used.
     return lambda k: peak * jnp.sqrt(start / (start + jnp.maximum(k, 0)))
 
 
@@ -111,7 +111,7 @@ MAIN: dict[str, Callable[[OptimizerConfig, float, float, int], optax.Schedule]] 
 }
 
 
-Arrays = dict[str, jax.Array]  # a flat dict of parameters, or what is made of them
+Arrays = dict[str, jax.Array]  # a flat dict of parameters, or of values for them
 Numbers = Mapping[str, float]  # OptimizerConfig.numbers()
 
 
@@ -119,7 +119,7 @@ Numbers = Mapping[str, float]  # OptimizerConfig.numbers()
 class Optimizer:
     """An optax transformation, and what a trainer must know about it.
 
-    `init` and `update` are called as those of optax.
+    `init` and `update` are called like those of optax.
 
     Attributes:
         transformation: The optax transformation.
@@ -154,7 +154,7 @@ class Roles(NamedTuple):
     """The roles of parameters, by name."""
 
     decays: Mapping[str, bool]  # matrices, to which weight decay and SOAP apply
-    hidden: Mapping[str, bool]  # those between hidden layers, to which muon applies
+    hidden: Mapping[str, bool]  # matrices between hidden layers, to which muon applies
 
 
 def make_optimizer(
@@ -168,12 +168,12 @@ def make_optimizer(
     Args:
         config: The options of the optimizer.
         steps: The number of steps of the run.
-        decays: For each parameter whether it is a matrix, to which weight decay and SOAP apply.
-        hidden: For each parameter whether it is a matrix between hidden layers, to which muon
-            applies (not embeddings and not the head, which get AdamW); default: as `decays`.
+        decays: Whether each parameter is a matrix, to which weight decay and SOAP apply.
+        hidden: Whether each parameter is a matrix between hidden layers, to which muon applies (not
+            embeddings and not the head, which get AdamW); default: as `decays`.
 
     Raises:
-        ConfigError: A group fits no parameter.
+        ConfigError: A group matches no parameter.
     """
     whole = _without_average(config, steps, decays, hidden)
     if config.ema_decay is None:
@@ -218,7 +218,7 @@ def _groups(
     """Returns the learning rate scale and the weight decay of every parameter.
 
     Raises:
-        ConfigError: A group fits no parameter that an earlier group has not taken.
+        ConfigError: A group matches no parameter that an earlier group has not taken.
     """
     scales, weight_decays, taken = {}, {}, set()
     for name, is_matrix in decays.items():
@@ -276,7 +276,7 @@ def _sophia(n: Numbers, roles: Roles) -> optax.GradientTransformation:
         gamma=n["gamma"],
         update_interval=int(n["update_interval"]),
     )
-    # optax exports the complete descent only: this reverts its sign.
+    # optax exports only the complete descent: this reverts its sign.
     return optax.chain(sophia, optax.scale(-1.0))
 
 
@@ -310,7 +310,7 @@ def _averaging(
 ) -> optax.GradientTransformation:
     """Wraps `whole` in schedule-free averaging.
 
-    optax counts these steps from 1, the schedule counts from 0. The sums are float32 at least: in
+    optax counts these steps from 1, the schedule counts from 0. The sums are at least float32: in
     the dtype of bfloat16 parameters the sum of the weights would stop at 256 equal ones.
     """
     averaging = contrib.schedule_free(whole, lambda taken: schedule(taken - 1), b1=n["beta1"])
@@ -327,7 +327,7 @@ def _averaging(
 
 
 class AverageState(NamedTuple):
-    """A running average of the parameters, by name, in float32 at least."""
+    """A running average of the parameters, by name, in at least float32."""
 
     average: optax.Params
     taken: jax.Array  # Int32[], updates made
@@ -338,7 +338,7 @@ def running_average(decay: float) -> optax.GradientTransformation:
 
     It passes the updates on unchanged.
 
-    The average keeps less of the first steps, so that the initial parameters do not last in it.
+    The average weights the first steps less, so that the initial parameters do not last in it.
     """
 
     def init(params: optax.Params) -> AverageState:
@@ -372,8 +372,8 @@ def _prodigy(
     """Prodigy (Mishchenko and Defazio, 2023), which finds its rate d itself.
 
     Weight decay is multiplied by the rate that moves the parameters, d * schedule. While all
-    gradients were zero, d cannot be estimated (0 / 0): as in the authors' code nothing moves. The
-    state is float32 at least: d grows by sums of what bfloat16 would round away.
+    gradients are zero, d cannot be estimated (0 / 0): as in the authors' code, nothing moves. The
+    state is at least float32: d grows by sums of what bfloat16 would round away.
     """
     beta1, beta2 = n["beta1"], n["beta2"]
     inner = contrib.prodigy(schedule, betas=(beta1, beta2), eps=n["epsilon"])
@@ -401,7 +401,7 @@ def _prodigy(
 
 
 def _at_least_float32(array: jax.Array) -> jax.Array:
-    """Returns a float32 copy of an array in half precision; another array itself."""
+    """Returns a float32 copy of an array in half precision, and other arrays themselves."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
@@ -447,7 +447,7 @@ DIRECTIONS: dict[str, Callable[[Numbers, Roles], optax.GradientTransformation]] 
 class AdanState(NamedTuple):
     """The state of Adan by parameter name, in the dtype of the parameters.
 
-    The fields are named as optax names them.
+    The fields have the names of optax.
     """
 
     m: optax.Params  # average of the gradients

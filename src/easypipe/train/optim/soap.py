@@ -27,7 +27,8 @@ class SoapState(NamedTuple):
     steps: jax.Array  # Int32[], steps seen
     mu: Arrays  # first moments, in the parameter's own basis
     nu: Arrays  # second moments, in the rotated one
-    # Float[..., m, m], averages of G G^T; these four in float32 at least, as decompositions need it
+    # Float[..., m, m], averages of G G^T; these four are at least float32, as decompositions need
+    # it
     left: Arrays
     right: Arrays  # Float[..., n, n], averages of G^T G
     left_basis: Arrays  # Float[..., m, m], columns are basis vectors
@@ -45,10 +46,11 @@ def scale_by_soap(
 ) -> optax.GradientTransformation:
     """Returns the transformation for a flat dict of parameters.
 
-    Those that `matrices` marks are preconditioned on each of their last two sides up to `max_dim`
-    long. The first step measures the bases and moves nothing, as the authors' code does. Every
-    `update_interval` steps each basis is updated by one power iteration and a QR decomposition, its
-    vectors sorted by their eigenvalues, and the second moments are reordered with them.
+    The parameters that `matrices` marks are preconditioned on each of their last two sides, if that
+    is at most `max_dim` long. The first step measures the bases and moves nothing, as in the
+    authors' code. Every `update_interval` steps each basis is updated by one power iteration and a
+    QR decomposition. Its vectors are sorted by their eigenvalues, and the second moments are
+    reordered with them.
     """
 
     def side(name: str, array: jax.Array, axis: int) -> bool:
@@ -68,7 +70,7 @@ def scale_by_soap(
         del params
         first = state.steps == 0
         bases = state.left_basis, state.right_basis
-        # Updates made, this one included; the first step makes none.
+        # Updates made, including this one; the first step makes none.
         moved = jnp.maximum(state.steps, 1).astype(jnp.float32)
         keep = jnp.where(first, 0.0, 1.0)
         mu = jax.tree.map(

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import jax
 import numpy as np
-from jax._src import distributed as jax_distributed  # jax shows its store of keys nowhere else
+from jax._src import distributed as jax_distributed  # jax exposes its key-value store nowhere else
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -34,10 +34,10 @@ VARIABLES = {
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-"""Field of DistributedConfig → the variable that says it where the field is left out."""
+"""Field of DistributedConfig → the environment variable that is used if the field is not set."""
 GRACE = 2.0
-"""Seconds between hearing that another process has failed and leaving: in them a process says what
-went wrong in itself.
+"""Seconds between hearing that another process has failed and exiting; meanwhile a process reports
+its own error.
 """
 _FAILED = "easypipe/failed"
 
@@ -45,12 +45,12 @@ _FAILED = "easypipe/failed"
 def initialize(config: DistributedConfig | None = None) -> bool:
     """Joins this process to the others of its run; returns True if there are others.
 
-    Call it before anything asks JAX for a device. What config and VARIABLES leave open is asked of
-    the scheduler: Slurm, Open MPI, Kubernetes (indexed Jobs and JobSets), TPU pods. If nothing
+    Call it before anything asks JAX for a device. Values missing in config and VARIABLES come from
+    the scheduler: Slurm, Open MPI, Kubernetes (indexed Jobs and JobSets), TPU pods. If none of them
     names other processes, nothing is done. A second call does nothing.
 
     Raises:
-        ConfigError: The description of the processes is incomplete or cannot be used.
+        ConfigError: The description of the processes is incomplete or invalid.
         StallError: The others do not connect within config.timeout seconds.
     """
     config = DistributedConfig() if config is None else config
@@ -70,10 +70,10 @@ def initialize(config: DistributedConfig | None = None) -> bool:
         f"Set it, or {', '.join(VARIABLES[field] for field in missing)}; or nothing, where a "
         "scheduler can be asked.",
     )
-    # JAX's handler of SIGTERM would take the signal before there is a loop that saves, and leave
+    # JAX's handler of SIGTERM would receive the signal before there is a loop that saves, and leave
     # the process running.
     jax.config.update("jax_enable_preemption_service", False)
-    # These affect only CPUs, where programs in flight together mix up what they send.
+    # These affect only CPUs, where concurrent programs mix up their messages.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
@@ -107,9 +107,9 @@ def initialize(config: DistributedConfig | None = None) -> bool:
 def leave(code: int, error: BaseException) -> None:
     """Ends this process, which has failed, and the others of its run, with the exit code `code`.
 
-    Otherwise the others would wait for this process in their next step, and it for them at its end.
-    It does nothing if the run has no other process, or if all processes have met this error
-    together.
+    Otherwise the others would wait for this process in their next step, and it would wait for them
+    at its end. It does nothing if the run has no other process, or if all processes have met this
+    error together.
     """
     if not several() or (isinstance(error, EasypipeError) and error.in_all):
         return
@@ -177,7 +177,7 @@ def _end(code: int) -> NoReturn:
 def several() -> bool:
     """Returns whether the run has more processes than this one.
 
-    It asks JAX for no device if `initialize` was not called.
+    It does not ask JAX for a device if `initialize` was not called.
     """
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
@@ -190,7 +190,7 @@ def is_first() -> bool:
 def shared_seed() -> int | None:
     """Draws a seed that is the same in every process; returns None in a run of one process.
 
-    Every process calls it in the same place.
+    Every process must call it at the same place.
     """
     if not several():
         return None
@@ -198,17 +198,17 @@ def shared_seed() -> int | None:
 
 
 class Largest:
-    """A maximum over processes that nobody waits for.
+    """A maximum over processes, without waiting.
 
-    A call `largest(number)` returns the largest number that any process gave in the call before
-    this one, and 0 in the first call. Every process makes the same calls, in the same places of the
-    same program. Numbers are int32, from 0.
+    A call `largest(number)` returns the largest number that any process passed in the call before
+    this one, and 0 in the first call. Every process must make the same calls, at the same places of
+    the same program. Numbers are int32, at least 0.
     """
 
     def __init__(self) -> None:
-        # One number per device and not per process: on CPU, programs over all devices run one after
-        # the other, but smaller ones run beside them, and then gloo takes the numbers of one for
-        # those of the other.
+        # One number per device and not per process: on CPU, programs over all devices run in turn,
+        # but smaller ones run concurrently, and then gloo takes the numbers of one for those of the
+        # other.
         self._mesh = Mesh(np.array(jax.devices()), ("device",))
         self._spread, self._before = NamedSharding(self._mesh, PartitionSpec("device")), None
         self._reduce = jax.jit(
@@ -225,7 +225,7 @@ class Largest:
 
 
 def _described(config: DistributedConfig, variables: Mapping[str, str]) -> dict[str, str | int]:
-    """Returns what config and environment say, by the names of `jax.distributed.initialize`.
+    """Returns the values from config and environment, by the names of `jax.distributed.initialize`.
 
     Raises:
         ConfigError: A variable is not a number, or a value is out of range.
@@ -263,7 +263,7 @@ def _scheduler(variables: Mapping[str, str]) -> str | None:
         return "Slurm"
     if int(variables.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return "Open MPI"
-    from jax._src import clusters  # the only place where jax tells a TPU pod
+    from jax._src import clusters  # the only place where jax recognizes a TPU pod
 
     if any(
         cluster.is_env_present() for cluster in (clusters.GkeTpuCluster, clusters.GceTpuCluster)
@@ -292,7 +292,7 @@ def _join(
     options: Arguments = dict(described)
     options["cluster_detection_method"] = None if ask_scheduler else "deactivate"
     options["heartbeat_timeout_seconds"] = config.heartbeat
-    # By then this process has reported the problem and left.
+    # By then this process has reported the problem and exited.
     options["initialization_timeout"] = config.timeout + 60
 
     def join() -> None:

@@ -2,8 +2,8 @@
 
 Mesh axes are `data` (replicas), `fsdp` (replicas that share the parameters), `sequence` (parts of a
 row), `tensor` (parts of a layer). Parameters name their dimensions by meaning ("embed", "heads",
-...); `rules()` turns meanings into mesh axes where the arrays are created. Without a mesh
-everything is on one device.
+...); `rules()` turns meanings into mesh axes when the arrays are created. Without a mesh everything
+is on one device.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def make_mesh(
 ) -> Mesh:
     """Returns a mesh of all `devices` with the axes data, fsdp, sequence and tensor.
 
-    Under the preset hybrid, devices that are neighbours along any axis but data are joined by fast
-    links.
+    Under the preset hybrid, devices that are neighbours along any axis except data are joined by
+    fast links.
 
     Args:
-        mesh: A MeshConfig, the name of a preset, or sizes by axis, of which one may be -1, the
+        mesh: A MeshConfig, the name of a preset, or sizes by axis; one of them may be -1, for the
             remaining devices. Default: all along data.
         devices: The devices; default: every device of the run.
         at: The key path for error messages.
@@ -75,7 +75,7 @@ def make_mesh(
 
 
 def _slices(devices: Sequence[Any]) -> list[int] | None:
-    """Returns the slice of each device, if the platform has several; else None.
+    """Returns the slice of each device, or None if the platform does not have several slices.
 
     Slices are TPU slices, or GPUs that one fabric joins.
     """
@@ -86,7 +86,7 @@ def _slices(devices: Sequence[Any]) -> list[int] | None:
 def _groups(devices: Sequence[Any]) -> dict[int, int]:
     """Returns the number of devices in each group that fast links join.
 
-    A group is a slice, or a process where the platform has no slices; all TPUs are one group then.
+    A group is a slice, or a process if the platform has no slices; all TPUs are one group then.
     """
     slices = _slices(devices)
     if slices is None and devices[0].platform == "tpu":
@@ -106,7 +106,7 @@ def _fitted(
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if count % fixed or (-1 not in sizes.values() and fixed != count):
         fitting, rest = {}, count
-        # A suggestion near what was asked for, with the rest along data.
+        # A suggestion near the given sizes, with the rest along data.
         for axis in ("tensor", "sequence", "fsdp"):
             most = max(1, min(sizes[axis], rest))
             fitting[axis] = max(n for n in range(1, most + 1) if rest % n == 0)
@@ -144,7 +144,7 @@ def checked_mesh(mesh: Mesh) -> Mesh:
     """Returns a mesh from elsewhere if it has the axes of `make_mesh`.
 
     Raises:
-        ConfigError: It lacks one.
+        ConfigError: It lacks an axis.
     """
     if missing := [axis for axis in MESH_AXES if axis not in mesh.axis_names]:
         problem = f"has no axis {', '.join(missing)}"
@@ -168,7 +168,7 @@ def check_batch_size(
     """Checks that micro-batches divide evenly over the devices that share their rows.
 
     Raises:
-        PlacementError: They do not.
+        PlacementError: They do not divide evenly.
     """
     shards = batch_shards(mesh)
     if batch_size % (shards * accumulate_steps):
@@ -184,10 +184,10 @@ def check_batch_size(
 
 
 def check_row_length(slots: int, mesh: Mesh, at: str = "seq_length") -> None:
-    """Checks that rows of so many slots divide evenly over the devices that share a row.
+    """Checks that rows of this many slots divide evenly over the devices that share a row.
 
     Raises:
-        PlacementError: They do not.
+        PlacementError: They do not divide evenly.
     """
     parts = mesh.shape["sequence"]
     if slots % parts:
@@ -204,12 +204,13 @@ def place_batch(
 ) -> dict[str, jax.Array]:
     """Puts the arrays of `batch` on the mesh, rows over data and fsdp, slots over sequence.
 
-    Arrays that already have that sharding are passed on untouched.
+    Arrays that already have that sharding are returned unchanged.
 
     Args:
         batch: [B, ...] NumPy arrays or jax.Arrays of the global batch.
         mesh: The mesh.
-        rows: Pad to this many rows with slots that train nothing (0, and -100 for labels).
+        rows: Pad to this many rows with slots that do not count in the loss (0, and -100 for
+            labels).
         in_micro_batches: Whether arrays are [A, B/A, ...], whose second axis is then divided.
 
     Raises:
@@ -276,7 +277,7 @@ def rules() -> Mapping[str, Axes]:
 
 @contextlib.contextmanager
 def under(rules: Mapping[str, Axes] | None) -> Iterator[None]:
-    """Sets the rules inside a `with` block; None keeps those that hold already."""
+    """Sets the rules inside a `with` block; None keeps those that already apply."""
     token = _rules.set(_rules.get() if rules is None else rules)
     try:
         with nnx.logical_axis_rules(tuple(_rules.get().items())):
@@ -291,7 +292,7 @@ def on_mesh() -> bool:
 
 
 def partitioned(init: Callable[..., Array], *axes: str | None) -> Callable[..., Array]:
-    """Returns `init` for a parameter whose dimensions mean `axes`.
+    """Returns `init` for a parameter; `axes` are the meanings of its dimensions.
 
     On a mesh the parameter is created sharded by `rules()`; it is always labelled with `axes`.
     """
@@ -313,8 +314,8 @@ def constrain(array: Array, *axes: str | Sequence[str] | None) -> Array:
 
     It does nothing without a mesh.
 
-    A dimension that its axes do not divide stays whole: this is for activations, whose batch may be
-    small (sampling, evaluation); training batches are checked where they are placed.
+    A dimension that its axes do not divide stays whole. This is for activations, whose batch may be
+    small (sampling, evaluation); training batches are checked when they are placed.
     """
     if not on_mesh():
         return array
@@ -324,7 +325,7 @@ def constrain(array: Array, *axes: str | Sequence[str] | None) -> Array:
 
 
 def fitting(size: int, axes: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns `axes` of the current mesh if they divide a dimension of `size`; else None."""
+    """Returns `axes` of the current mesh if they divide a dimension of `size`, or None."""
     shape = jax.sharding.get_abstract_mesh().shape
     names = (axes,) if isinstance(axes, str) else tuple(axes or ())
     return names if names and size % math.prod(shape[name] for name in names) == 0 else None

@@ -1,8 +1,8 @@
 """Compiles a training step for absent devices; reports memory, messages, bounds of its time.
 
 It is the Trainer's own step, lowered for abstract arrays with the shardings of the run's arrays.
-The best speed follows from what it computes, moves and sends, by the rates of the device's data
-sheet (Williams, Waterman & Patterson, Roofline, 2009).
+The best speed follows from its computation, memory traffic and messages, by the rates of the
+device's data sheet (Williams, Waterman & Patterson, Roofline, 2009).
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Roofline:
     Attributes:
         flops: The exact FLOPs for rows full of one document each; see flops_per_step.
         palm_flops: See palm_flops_per_step.
-        executed_flops: The FLOPs with recomputation (remat), and with what attention computes and
-            masks.
+        executed_flops: The FLOPs including recomputation (remat), and what attention computes and
+            then masks.
         compute_s: The time of executed_flops at the devices' peak.
         memory_s: The time of the least traffic with HBM.
-        link_s: The time of what is sent, over all links of a device together.
+        link_s: The time of the messages, over all links of a device together.
         best_s: The time if all three overlap.
-        worst_s: The time of one after the other.
+        worst_s: The time if they run in turn.
         mfu_at_best: flops / (best_s x peak).
         mfu_at_worst: flops / (worst_s x peak).
         palm_mfu_at_best: The same with palm_flops; above 1 if attention skips what this convention
             counts.
-        slots_per_s_at_best: Slots a second at best_s.
+        slots_per_s_at_best: Slots per second at best_s.
     """
 
     flops: int
@@ -165,7 +165,8 @@ PACKED = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
 class Memory:
     """The memory of a step, in bytes on each device.
 
-    If XLA refused the program, `temporaries` and `peak` are what it said it wanted, if it did.
+    If XLA refused the program, `temporaries` and `peak` are the sizes in its message, if it has
+    any.
 
     Attributes:
         parameters: The parameters.
@@ -203,8 +204,8 @@ class Memory:
 class StepPlan:
     """The result of `plan_step`.
 
-    `str()` is a report, `to_json()` the same as plain data. It knows nothing of the data's
-    documents.
+    `str()` is a report, `to_json()` the same as plain data. The documents of the data are not known
+    to it.
 
     Attributes:
         topology: The name of the topology.
@@ -216,7 +217,7 @@ class StepPlan:
         attention: The attention backend; None for a module that is not a Decoder.
         parameters: The number of parameters.
         memory: The memory of a device.
-        collectives: The messages of a step, those of most bytes first.
+        collectives: The messages of a step, those with most bytes first.
         unknown_loops: The number of loops whose trip count is not known.
         xla_flops: The FLOPs of one device, as XLA counts them.
         roofline: Bounds of the time; None if the model's FLOPs or the device's rates are not known,
@@ -269,14 +270,14 @@ def plan_step(
     """Compiles the step of `Trainer(model, train, ...)` for a topology, and reads the result.
 
     Raises ConfigError for a topology that does not exist or whose compiler is not installed, and
-    what Trainer raises.
+    the errors of Trainer.
 
     Args:
         on: The name of a topology, see `topology`; or a Topology of present devices.
         batch_size: Rows of a step, over all devices.
         seq_length: Slots of a row.
         columns: The columns of the batches, all Int32.
-        accumulation_steps: Micro-batches into which the loader cuts; 1 if the step does.
+        accumulation_steps: Micro-batches into which the loader cuts a batch; 1 if the step cuts it.
     """
     require(
         train.distill is None,
@@ -336,14 +337,14 @@ def _compiled(lowered: Lowered) -> Compiled | str:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         refusal = str(error)
-        # A kernel's own memory may be short too.
+        # A kernel's own memory may be too small as well.
         if "RESOURCE_EXHAUSTED" not in refusal or "hbm" not in refusal.lower():
             raise
         return refusal
 
 
 def unknowns(plan: StepPlan) -> tuple[str, ...]:
-    """Returns what the numbers of a plan do not tell."""
+    """Returns what the numbers of a plan do not include."""
     said = [
         "how near the kernels come to the device's peak rates, and how much of what is sent hides "
         "behind products: nothing ran",
@@ -371,7 +372,7 @@ def _mesh(train: TrainingConfig, name: str, devices: Sequence[object]) -> Mesh:
     """Returns the mesh of the run on these devices.
 
     Raises:
-        ConfigError: The axes cannot be laid over the topology.
+        ConfigError: The axes do not fit the topology.
     """
     try:
         return make_mesh(train.mesh, devices=devices, at="train.mesh")
@@ -385,7 +386,7 @@ def _mesh(train: TrainingConfig, name: str, devices: Sequence[object]) -> Mesh:
 
 
 def _columns(train: TrainingConfig, columns: Sequence[str]) -> Sequence[str]:
-    """Returns the columns with those that the loss needs besides."""
+    """Returns the columns, with those that the loss also needs."""
     unpaired = train.preference is not None and train.preference.loss in UNPAIRED
     return (*columns, DESIRABLE.name) if unpaired else columns
 
@@ -424,8 +425,8 @@ def _memory(
         assert seen is not None
         code = seen.generated_code_size_in_bytes
         beside = seen.argument_size_in_bytes + seen.output_size_in_bytes - seen.alias_size_in_bytes
-        # XLA counts a TPU's temporaries in VMEM too; its peak is of HBM alone. For GPUs it may give
-        # no peak.
+        # XLA counts a TPU's temporaries in VMEM too; its peak is of HBM alone. For GPUs it may
+        # report no peak.
         peak = (seen.peak_memory_in_bytes or beside + seen.temp_size_in_bytes) + code
     return Memory(
         **sizes,
@@ -443,7 +444,7 @@ def _wanted(refusal: str, held: int) -> int:
 
     The refusal has one of two sentences.
 
-    Without such a sentence it returns `held`, which the program wanted at least.
+    Without such a sentence it returns `held`, the least that the program can have wanted.
     """
     for sentence, beside in (
         (r"Used ([\d.]+)([KMGT]) of", 0),

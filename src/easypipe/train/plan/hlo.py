@@ -23,9 +23,9 @@ BYTES = {
 }
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 FUSED_SCATTER = "all-reduce-scatter"
-"""How XLA names a fusion for TPUs in which an all-reduce stands whose slice alone is kept: it sends
-what a reduce-scatter sends. Programs for GPUs hold a reduce-scatter instead. An all-reduce that a
-fusion behind it slices is sent whole: XLA notes the algorithm of an all-reduce beside it."""
+"""XLA's name of a fusion for TPUs with an all-reduce of which only a slice is kept: it sends what a
+reduce-scatter sends. Programs for GPUs have a reduce-scatter instead. An all-reduce that a later
+fusion slices is sent whole: XLA records the algorithm of an all-reduce next to it."""
 
 _ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
@@ -72,8 +72,8 @@ class Read(NamedTuple):
 
     Attributes:
         collectives: The messages.
-        unknown_loops: The number of loops whose trip count the text does not tell; their messages
-            are counted once.
+        unknown_loops: The number of loops whose trip count is not in the text; their messages are
+            counted once.
     """
 
     collectives: list[Collective]
@@ -94,8 +94,8 @@ def result(line: str) -> tuple[str, int, str] | None:
     if not match:
         return None
     of = match[1]
-    # The start of a message has a tuple of input, output and more; that of a sum on TPUs has the
-    # output alone.
+    # The start of a message has a tuple of input, output and more; that of a sum on TPUs has only
+    # the output.
     if match[3]:
         parts = _elements(of)
         of = (
@@ -134,7 +134,7 @@ def _elements(of: str) -> list[str]:
 
 
 def read(text: str, devices: int) -> Read:
-    """Returns the collectives of a program for `devices` devices, those of more bytes first.
+    """Returns the collectives of a program for `devices` devices, those with most bytes first.
 
     Each counts as often as its loops run.
     """
@@ -202,7 +202,7 @@ def _times(computations: dict[str, list[str]], entry: str) -> tuple[dict[str, in
 def _turns(line: str, condition: list[str]) -> int | None:
     """Returns the trip count of a loop; None if it is not known.
 
-    XLA notes it, or the loop's condition compares a counter from 0 with it, as in jax's scans and
+    XLA records it, or the loop's condition compares a counter from 0 with it, as in jax's scans and
     fori_loops.
     """
     noted = _TRIPS.search(line)

@@ -1,7 +1,7 @@
 """Topologies of devices that are not present, to compile for: `v5p:4x4x4`, `v6e:16x16`, `h200:8`.
 
-TPUs by libtpu (`pip install 'jax[tpu]'`), which compiles without hardware; NVIDIA by jax's CUDA
-wheels, which do too.
+TPUs need libtpu (`pip install 'jax[tpu]'`) and NVIDIA GPUs need jax's CUDA wheels; both compile
+without hardware.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Topology(NamedTuple):
 
     Attributes:
         name: The name that was asked for.
-        devices: jax devices that can be compiled for, and nothing else.
+        devices: jax devices that can be compiled for, and used for nothing else.
     """
 
     name: str
@@ -40,8 +40,8 @@ _EXAMPLES = {
 }
 _GPUS = {"h100": "NVIDIA H100", "h200": "NVIDIA H200"}
 
-# What XLA needs to know of a GPU (its GpuTargetConfig), as an H200 reports it; an H100 differs in
-# name and memory.
+# What XLA needs to know about a GPU (its GpuTargetConfig), as an H200 reports it; an H100 differs
+# in name and memory.
 _TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -77,7 +77,7 @@ def topology(name: str) -> Topology:
 
     Raises:
         ConfigError: The kind or shape does not exist, or its compiler is not installed; the message
-            lists the kinds, or tells what to install.
+            lists the kinds, or says what to install.
     """
     kind, _, shape = name.strip().lower().partition(":")
     example = _EXAMPLES.get(kind, "")
@@ -109,8 +109,8 @@ def _tpu(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:
         f"{name!r} has {len(sizes)} dimensions, and slices of {kind} have {expected}",
         f"Write it like {example!r}.",
     )
-    # libtpu then looks for no machine with a TPU, several processes may compile at once, and its
-    # messages about finding none are not shown.
+    # libtpu then does not look for a machine with a TPU, several processes may compile at once, and
+    # its messages about missing TPUs are not shown.
     quiet = {
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -164,7 +164,7 @@ def _devices(
     """Returns jax's devices for the options `asked`, with `variables` set in the environment.
 
     Raises:
-        ConfigError: The compiler knows no such topology.
+        ConfigError: The compiler does not know the topology.
     """
     from jax.experimental import topologies
 

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from easypipe.core.values import Json
 from easypipe.train.metrics.log import Record, records_from
 
-MOST_POINTS = 2000  # most points of a curve; longer ones keep the extremes of each stretch
+MOST_POINTS = 2000  # the most points of a curve; longer ones keep the extremes of each stretch
 HELD_OUT = "eval"  # the key of a record's held-out results
 
 
 @dataclass
 class Curves:
-    """What metrics.jsonl holds: the values of every number by step, and a few records.
+    """The content of metrics.jsonl: the values of every number by step, and a few records.
 
     Attributes:
         first: The first record.
@@ -52,9 +52,9 @@ class Curves:
 
 
 class CurvesReader:
-    """Reads the curves of a run; asked again, it reads only what was written since.
+    """Reads the curves of a run; later calls read only what was written since.
 
-    A file that was replaced, as by a run that goes on, is read anew.
+    A file that was replaced, for example by a run that continues, is read again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class CurvesReader:
     def read(self) -> Curves | None:
         """Returns all curves; None if no step was logged.
 
-        Raises:
+        StorageError: The file is not a metrics file.
             StorageError: The file does not hold metrics.
         """
         now = self._path.stat()
@@ -116,8 +116,8 @@ def thinned(
 def flows(entries: Sequence[Json], datasets: Sequence[str]) -> list[Json]:
     """Returns where the tokens of `datasets` went, as links with `source`, `target` and `value`.
 
-    What comes into a stage goes through it to what comes out. Tokens that are drawn in mixing were
-    stored in the cache; those that no pass reached, and those that were drawn again, are links of
+    What comes into a stage flows through it to what comes out. Tokens that are drawn in mixing were
+    stored in the cache; tokens that no pass reached, and tokens that were drawn again, are links of
     their own.
 
     Args:

@@ -1,6 +1,6 @@
 """The report page of one run, or several side by side: its tables, marks, and documents skipped.
 
-Its tables show what each file of a run's folder holds, or why that is not known.
+Its tables show the content of each file in a run's folder, or why it is not known.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ MOST_LINES = 200  # lines of a table; the middle of a longer one is left out, wi
 def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Writes the report page of a run, or of several runs, and returns its path.
 
-    A run in progress has one too.
+    A run in progress can have one too.
 
     Args:
         folders: The output folder of a run, or several that are compared.
-        out: Where to write it; None: report.html in the first folder.
+        out: The file to write; None: report.html in the first folder.
 
     Raises:
         StateError: A folder holds no run, or a file of it cannot be read.
@@ -87,7 +87,7 @@ def live_page(readers: Sequence[RunReader], refresh: int | None) -> str:
 
 
 def news(readers: Sequence[RunReader]) -> Json:
-    """Returns what page.js draws of the runs, and the HTML of their tables."""
+    """Returns the numbers that page.js draws for the runs, and the HTML of their tables."""
     runs = [reader.read() for reader in readers]
     values = {"runs": runs, "shown": shown}
     return {
@@ -97,7 +97,7 @@ def news(readers: Sequence[RunReader]) -> Json:
 
 
 class RunReader:
-    """Reads what the page shows of a run; asked again, of the metrics only the new ones.
+    """Reads what the page shows of a run; later calls read only the new metrics.
 
     Several threads may ask.
     """
@@ -142,7 +142,7 @@ class RunReader:
 
 
 def numbers_of(folder: Path, curves: Curves) -> Json:
-    """Returns what page.js draws of a run.
+    """Returns the numbers that page.js draws for a run.
 
     Returns:
         `name`, `config` (the file that explains its batches), `curves` (name → [steps, values]),
@@ -311,7 +311,7 @@ def _rollbacks(heading: str, path: Path) -> Section:
 
 
 def _samples(heading: str, path: Path) -> Section:
-    """Returns the table of what the model wrote, the newest first."""
+    """Returns the table of the model's texts, the newest first."""
     if not path.exists():
         return Section(heading, none="the run had none written")
     lines = [
@@ -325,7 +325,8 @@ def _samples(heading: str, path: Path) -> Section:
 def _changes(heading: str, entries: Sequence[Record]) -> Section:
     """Returns the table of what was allowed to differ when the run was resumed.
 
-    All else on the page is about the complete run, but its configuration is that of the last part.
+    Everything else on the page is about the complete run, but its configuration is that of the last
+    part.
     """
     lines = [
         (f"after step {one['step']}", key, text)
@@ -380,7 +381,7 @@ def _fingerprints(heading: str, kept: Json) -> Section:
 
 
 def _versions(heading: str, kept: Sequence[Json]) -> Section:
-    """Returns the table of versions, a column for each process that ran with other ones."""
+    """Returns the table of versions, with a column for each process with different ones."""
     head = ("", *(f"after step {one['from_step']}" for one in kept))
     keys = [key for key in kept[-1] if key != "from_step"]
     return _section(heading, head, [(key, *(one.get(key) for one in kept)) for key in keys])

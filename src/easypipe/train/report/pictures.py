@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("easypipe")
 
 MIXTURE = "mixture"  # the picture that needs plan.json
-# What reading missing values raises.
+# The errors of reading missing values.
 NO_SUCH_SHAPE = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 
 
@@ -91,7 +91,7 @@ def _curve(
 def mixture_picture(plan: Json | None) -> bytes | None:
     """Draws each dataset's share of the tokens.
 
-    So far is thick, lately is thin, and what was asked for is dashed.
+    The share so far is thick, the recent share is thin, and the target share is dashed.
 
     Returns None if there is no plan or it has no steps.
     """
@@ -117,7 +117,7 @@ def mixture_picture(plan: Json | None) -> bytes | None:
 
 
 def mixture_lines(plan: Json | None) -> dict[str, dict[str, list[float]]]:
-    """Returns what the picture of the mixture draws: for each dataset values by `step`.
+    """Returns the lines in the picture of the mixture: for each dataset values by `step`.
 
     Args:
         plan: The plan of a run (plan.json).

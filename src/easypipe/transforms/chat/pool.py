@@ -106,7 +106,7 @@ def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Ans
                 came.append(_received(under_way))
             under_way.append(worker)
             worker.send(head, frame)
-            yield from map(_answers, came)  # behind the next request: no worker waits for it
+            yield from map(_answers, came)  # after the next request: no worker waits for it
         while under_way:
             yield _answers(_received(under_way))
     finally:  # after an error or Ctrl-C, workers still have answers that no one will read
@@ -171,7 +171,7 @@ class _Worker:
         """Returns the answers to a request, or only the Ended of the row that ended the worker.
 
         Raises:
-            StallError: The worker gives no answer.
+            StallError: The worker does not answer.
         """
         frames: list[bytes] = []
         while True:

@@ -197,7 +197,7 @@ def _special(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @functools.cache
 def _warn_endless(origin: str, tokenizer: str, end: str) -> None:
-    """Warns, once, of a template whose end of a turn is not a special token of the tokenizer."""
+    """Warns, once, about a template whose end of a turn is not a special token of the tokenizer."""
     log.warning(
         "%s: ends a turn with %r, which is not a special token of tokenizer %s. A model "
         "trained on it never stops by itself. Take a tokenizer that has it, name it among the "
@@ -410,7 +410,7 @@ def without_mark(template: str) -> str:
 
 
 def is_unicode(value: JsonValue) -> bool:
-    """Whether a value can be written as UTF-8, as far as it is text."""
+    """Whether the text in a value, if it has any, can be written as UTF-8."""
     try:
         if isinstance(value, str):
             value.encode()

@@ -288,7 +288,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
-    """Returns the sandbox with the filters and functions that transformers gives templates."""
+    """Returns the sandbox with the filters and functions that transformers offers to templates."""
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Markers, jinja2.ext.loopcontrols]
     )

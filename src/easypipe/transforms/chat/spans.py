@@ -38,8 +38,8 @@ class Rendered(NamedTuple):
         text: The text.
         spans: The ranges, ascending; lists if they come from a worker process.
         end: OPEN if the template itself ended the last turn; otherwise which EOS must follow.
-        lost: How many tokens were left out before the text was written; a negative number stands
-            for tokens that were written twice.
+        lost: How many tokens were left out before the text was written; a negative number means
+            tokens that were written twice.
         goes_on: Whether the conversation continues in another text.
     """
 

@@ -185,7 +185,7 @@ class ColumnTransform(ABC):
         """Transforms a batch, or makes a TransformedSource of a source.
 
         Raises:
-            ConfigError: It is neither.
+            ConfigError: `batch` is neither.
             SourceError: The transform failed on a row of a batch; names the first.
         """
         if not isinstance(batch, pa.RecordBatch):
@@ -406,7 +406,7 @@ class TransformedSource(Source):
         return digest("transformed", self.transform.fingerprint, own, self._columns)
 
     def select(self, columns: Sequence[str]) -> TransformedSource:
-        """Returns the same rows with only `columns`; reads only what these are made of."""
+        """Returns the same rows with only `columns`; reads only what they need."""
         narrowed = copy.copy(self)
         narrowed.transform, reads = self.transform.narrow(
             list(columns), without_row_numbers(self.source.schema)

@@ -140,8 +140,8 @@ class Extract(ColumnTransform):
     `Extract({"answer": "choices.0.message.content", "last": "turns.-1"})`
 
     A path goes through keys of structs and positions in lists, counted from the end if they are
-    negative. A list that is too short gives null, as does anything inside a null. A new column
-    replaces one of the same name.
+    negative. The result for a list that is too short is null, as is anything inside a null. A new
+    column replaces one of the same name.
 
     Raises:
         SourceError: A key does not exist.

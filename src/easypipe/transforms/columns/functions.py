@@ -45,7 +45,7 @@ class Map(ColumnTransform):
         function: Takes a row as a dict and returns a mapping; or "module:function". Columns that it
             does not return stay as they are.
         columns: Types of the columns that it adds, or returns with another type: `string`, `int64`,
-            `list<string>`,... A column that neither exists nor is named here is refused, because
+            `list<string>`, ... A column that neither exists nor is named here is refused, because
             the schema is known before a row is read.
         batched: The function takes a pyarrow.RecordBatch instead and returns one, or a mapping of
             columns, with as many rows. It must treat each row alone; the first batch is also passed

@@ -50,7 +50,7 @@ SPEAKERS = ("assistant", "user", "system", "tool", "developer")
 
 
 def check_thinking(options: Any) -> None:
-    """Raises ConfigError where train_empty_thinking has no effect."""
+    """Raises ConfigError if train_empty_thinking has no effect."""
     require(
         options.train_empty_thinking is None or options.train_on != "all",
         "train_empty_thinking",

@@ -251,7 +251,7 @@ class ChatFormat:
 
 
 def _kwargs_of(row: Row) -> Message | Refused:
-    """Returns the template variables that the row itself gives."""
+    """Returns the template variables in the row itself."""
     found = value_of(row.get(KWARGS), keep=())
     if found is not None and not isinstance(found, dict):
         return Refused("bad_template_kwargs", f"column {KWARGS!r}: {found!r:.80} is not an object")

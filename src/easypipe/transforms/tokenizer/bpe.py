@@ -24,10 +24,11 @@ def train_bpe(
     *,
     named: Mapping[str, str] | None = None,
 ) -> Path:
-    """Trains a byte-level BPE into the folder `path`; the same texts in order give the same files.
+    """Trains a byte-level BPE into the folder `path`; the same texts in order make the same files.
 
     Args:
-        vocab_size: Counts the 256 bytes and the special tokens too; little text gives fewer tokens.
+        vocab_size: Counts the 256 bytes and the special tokens too; little text results in fewer
+            tokens.
         special_tokens: Never split; "<|endoftext|>", which is eos and bos, comes before them.
         named: What tokenizer_config.json calls some of them, such as {"pad_token": "[PAD]"}.
 

@@ -169,7 +169,7 @@ def _runs(ids: list[int]) -> tuple[list[tuple[int, int]], Bools | None]:
 
 
 def _places(ids: Ids, runs: list[tuple[int, int]], table: Bools | None) -> Int64:
-    """Returns the positions at which ids lie in one of the ranges."""
+    """Returns the positions of the ids in one of the ranges."""
     if not ids.size or not runs:
         return np.zeros(0, np.int64)
     if table is not None:
@@ -184,7 +184,7 @@ def _places(ids: Ids, runs: list[tuple[int, int]], table: Bools | None) -> Int64
 
 
 def _in_each(offsets: Int64, places: Int64) -> Int64:
-    """Returns Int64[n]: how many of the positions lie in each document."""
+    """Returns Int64[n]: how many of the positions are in each document."""
     if not places.size:
         return np.zeros(len(offsets) - 1, np.int64)
     return np.bincount(

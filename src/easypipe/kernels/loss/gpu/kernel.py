@@ -296,7 +296,7 @@ class Problem(NamedTuple):
     def backward_slabs(self) -> Slabs:
         """Returns the slabs of one pass, or of two if the sum of d_hidden is large.
 
-        It is large where it would take more than half of the budget, so that slabs would be narrow.
+        It is large if it would take more than half of the budget, so that slabs would be narrow.
         """
         most = max(ALIGN, self.budget // 2 // (4 * self.width))
         group = _even(self.tokens, most) if self.tokens > most else self.tokens

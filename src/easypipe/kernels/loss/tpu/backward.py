@@ -13,7 +13,7 @@ Three schedules:
 - *streaming*: one call for each group of column blocks, one for each TensorCore; grid (core c, tile
   of tokens k, part w of the width). On two cores the tokens are passed in two halves, and the cores
   are always in different halves: they never add to the same sums. Between the halves the head's
-  gradient of the group, [cores,...] in float32, is in HBM.
+  gradient of the group, [cores, ...] in float32, is in HBM.
 - *apart*, if even those 16 bits of every hidden state are too many: a pass for each gradient.
   Whatever the order of the tiles, one pass over them has half-finished float32 sums of the smaller
   of the two gradients in HBM: 2·D bytes for each token (or column) in addition to the bfloat16 of

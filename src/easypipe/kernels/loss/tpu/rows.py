@@ -115,7 +115,7 @@ def _call(
 ) -> list[Array]:
     """Calls `kernel(logits_ref, known_ref, *refs of the results)` for some rows at once.
 
-    `results` are "dx", in the place of the logits, and "stats", float32[C, 8].
+    `results` are "dx", in place of the logits, and "stats", float32[C, 8].
     """
     (tokens, vocab), device = logits.shape, device_of(tuning.device_kind())
     rows = min(tokens, row_block(device, vocab, logits.dtype))

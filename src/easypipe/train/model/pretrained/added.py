@@ -18,7 +18,7 @@ from easypipe.train.model.pretrained.files import TOKENIZER_CONFIG, TOKENIZER_FI
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 DEFINITION = "tokenizer.json"
-_KNOW_NONE = "tokenizer.model"  # left out, since no tokens can be added to this file here
+_KNOW_NONE = "tokenizer.model"  # left out, because tokens cannot be added to this file here
 
 
 @functools.lru_cache(maxsize=1)

@@ -21,17 +21,17 @@ from easypipe.train.model.config import ModelConfig, RopeScaling
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """An architecture of `transformers`: all that distinguishes it from the others.
+    """An architecture of `transformers`: everything that distinguishes it from the others.
 
     Attributes:
         model_type: The model_type of its config.json.
         architecture: The class of `transformers`.
-        defaults: Defaults of its config.json, where they differ from _DEFAULTS.
+        defaults: Defaults of its config.json that differ from _DEFAULTS.
         options: The options of ModelConfig that all models of the family share.
         activation_key: The key of the activation.
-        windows: Which layers have a window: none; all; "upper" or "pattern": those that layer_types
-            names, or else the upper ones (if use_sliding_window is set), or all but every n-th
-            (sliding_window_pattern).
+        windows: Which layers have a window: none; all; "upper" or "pattern". The last two mean the
+            layers in layer_types, or else the upper ones (if use_sliding_window is set), or all but
+            every n-th (sliding_window_pattern).
         caps: Options of ModelConfig that None switches off -> their keys.
         scalar_key: The key of attention_width.
         local_theta_key: The key of local_rope_theta.
@@ -191,7 +191,7 @@ def family_of(hf: JsonObject, at: str) -> Family:
     """Returns the family of a config.json.
 
     Raises:
-        ConfigError: The architecture is none of SUPPORTED.
+        ConfigError: The architecture is not one of SUPPORTED.
     """
     name = hf.get("model_type")
     family = FAMILIES.get(str(name))
@@ -222,7 +222,7 @@ def _supported(
 
 
 def _require_kind(key: str, value: JsonValue, at: str) -> None:
-    """Checks that the value of a key of config.json is of its kind; null is, where it may stand."""
+    """Checks that the value of a key of config.json has its type, or is null if that is allowed."""
     if value is None:
         return
     fix = "Download the folder again."
@@ -245,7 +245,7 @@ def from_hf(hf: JsonObject, at: str = "config.json") -> ModelConfig:
     """Returns the ModelConfig of a config.json, of transformers 4 or 5.
 
     Raises:
-        ConfigError: This decoder cannot do what a key asks for; the message names the key.
+        ConfigError: This decoder does not support the value of a key; the message names the key.
     """
     family = family_of(hf, at)
     for key, neutral in _NEUTRAL.items():
@@ -258,7 +258,7 @@ def from_hf(hf: JsonObject, at: str = "config.json") -> ModelConfig:
     for key, value in known.items():
         _require_kind(key, value, f"{at}: {key}")
     activation = _ACTIVATIONS[family.options.get("activation", "silu")]
-    # Gemma's first files have the key of other families.
+    # The first files of Gemma have the key of other families.
     given = hf.get(family.activation_key) or hf.get("hidden_act") or activation
     _supported(given, [activation], f"{at}: {family.activation_key}")
     values: JsonObject = {option: known[key] for option, key in _KEYS.items()}
@@ -291,10 +291,10 @@ _OPTIONAL = ("sliding_window", "final_logit_softcapping", "attn_logit_softcappin
 
 
 def to_hf(config: ModelConfig) -> JsonObject:
-    """Returns a config.json for `transformers`, of the first family that is exactly this model.
+    """Returns a config.json for `transformers`, of the first family that exactly fits this model.
 
     Raises:
-        ConfigError: No family is.
+        ConfigError: No family fits.
     """
     for family in FAMILIES.values():
         hf = _written(family, config)
@@ -377,7 +377,7 @@ def _windows(family: Family, known: JsonObject, at: str) -> tuple[int | None, in
     """Returns (sliding_window, global_every).
 
     Raises:
-        ConfigError: The layers without a window are not every n-th.
+        ConfigError: The layers without a window are not every n-th layer.
     """
     window, layers = known.get("sliding_window"), known["num_hidden_layers"]
     if window is None or family.windows == "none":
@@ -434,7 +434,7 @@ def _rope(
 
 
 def _scaling(rope: JsonObject, known: JsonObject, at: str) -> RopeScaling | None:
-    """Returns the RopeScaling of a config.json, None for none."""
+    """Returns the RopeScaling of a config.json, or None."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     _supported(rope.get("partial_rotary_factor", 1.0), [1.0], f"{at}: partial_rotary_factor")
     _supported(kind, ["default", "linear", "llama3"], f"{at}: rope_type")
@@ -459,7 +459,7 @@ class Weight:
     Attributes:
         name: The name of the tensor, with `{i}` for the number of the layer.
         transposed: Whether the tensor is a matrix that is transposed there.
-        stacked: Whether there is one tensor a layer.
+        stacked: Whether there is one tensor for each layer.
     """
 
     name: str

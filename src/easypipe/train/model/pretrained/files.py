@@ -53,7 +53,7 @@ def model_folder(
         weights: Whether to download the large files too.
 
     Raises:
-        MissingFileError: There is neither such a folder nor such a repository.
+        MissingFileError: Neither the folder nor the repository exists.
         SourceError: The repository is gated or cannot be downloaded, or a folder has a revision.
     """
     name = str(path_or_hub_name)
@@ -81,7 +81,7 @@ def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
     """Downloads files of a Hub repository into the cache of its client.
 
     Raises:
-        MissingFileError: There is no such repository, or the Hub cannot be reached.
+        MissingFileError: The repository does not exist, or the Hub cannot be reached.
         SourceError: The repository is gated, or cannot be downloaded.
     """
     from huggingface_hub import snapshot_download  # slow to import, only needed for Hub names
@@ -224,10 +224,10 @@ class WeightFiles(Closeable):
         """Reads `part` of a tensor, and only these bytes, as a NumPy array in the file's dtype.
 
         Raises:
-            StateError: It cannot be read.
+            StateError: The part cannot be read.
         """
         file, handle = self._of[name]
-        # TypeError: NumPy has no such dtype.
+        # TypeError: NumPy does not have the dtype.
         unreadable = (SafetensorError, OSError, TypeError)
         at = f"{self.folder / file}: {name}"
         with raising(StateError, at, "cannot be read", on=unreadable):
@@ -270,7 +270,7 @@ class GrownFiles(WeightFiles):
         return found
 
     def mean(self, name: str) -> np.ndarray:
-        """Returns the mean of the rows of all tokens but the new ones: Float64[columns]."""
+        """Returns the mean of the rows of all tokens except the new ones: Float64[columns]."""
         if name not in self._means:
             count = min(self._added.start, super().shape(name)[0])
             parts = (slice(i, min(i + _ROWS, count)) for i in range(0, count, _ROWS))
@@ -312,7 +312,7 @@ def read_json(path: Path) -> JsonObject:
     """Reads a JSON file that holds an object.
 
     Raises:
-        MissingFileError: There is no such file.
+        MissingFileError: The file does not exist.
         StateError: It is not JSON, or not an object.
     """
     try:

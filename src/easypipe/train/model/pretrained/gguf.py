@@ -48,7 +48,7 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
 }
 _WINDOWED = ("gemma2", "gemma3")  # architectures that have windows
-# With this number of layers llama.cpp takes a model for one of 27 billion parameters, and divides
+# With this number of layers llama.cpp treats a model as one of 27 billion parameters, and divides
 # attention scores by the root of the width over the heads.
 _OF_27B = {"gemma2": 46, "gemma3": 62}
 _ENDS = "eos_token_id", "eot_token_id", "eom_token_id"  # keys of tokens that end a text
@@ -61,7 +61,7 @@ def needed_gguf() -> ModuleType:
     """Returns the package that writes the file.
 
     Raises:
-        MissingExtraError: It is not installed.
+        MissingExtraError: The package is not installed.
     """
     fix = "Install it with: pip install 'easypipe[gguf]'"
     with raising(MissingExtraError, "gguf", "writing GGUF files needs it", fix, ImportError):
@@ -94,8 +94,8 @@ def save_gguf(
 
     Raises:
         MissingExtraError: The package gguf is not installed.
-        ConfigError: The path exists, or llama.cpp would compute the model in another way.
-        TokenizerError: llama.cpp does not have the tokenizer's rules.
+        ConfigError: The path exists, or llama.cpp would compute the model differently.
+        TokenizerError: llama.cpp does not support the tokenizer's rules.
         StorageError: The file cannot be written.
     """
     gguf = needed_gguf()
@@ -131,7 +131,7 @@ def save_gguf(
 def _write(
     gguf: ModuleType, path: Path, header: JsonObject, module: Decoder, arch: str, matrices: Dtype
 ) -> None:
-    """Writes the file, one tensor after the other."""
+    """Writes the file, one tensor at a time."""
     writer, shape = gguf.GGUFWriter(None, arch), module.config
     adding = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     adding |= {str: writer.add_string, list: writer.add_array}
@@ -168,7 +168,7 @@ def _architecture(hf: JsonObject, shape: ModelConfig, scores: bool) -> str:
     """Returns llama.cpp's name of the architecture of this model.
 
     Raises:
-        ConfigError: There is none that computes the same.
+        ConfigError: No architecture computes the same.
     """
     family = hf["model_type"]
     require(
@@ -281,7 +281,7 @@ def _own_template(name: str) -> str | None:
     """Returns the chat template of a tokenizer; None if it has none."""
     try:
         return find_chat_template(name)[0]
-    except TokenizerError:  # there is none
+    except TokenizerError:  # the tokenizer has none
         return None
 
 
@@ -306,7 +306,7 @@ def _laid_out(tensor: WrittenTensor, shape: ModelConfig, arch: str) -> NDArray[n
 def _narrowed(
     found: NDArray[np.float32], dtype: Dtype, name: str
 ) -> NDArray[np.float32] | NDArray[np.uint16]:
-    """Returns a matrix in its dtype, and a vector as it is.
+    """Returns a matrix in its dtype, and a vector unchanged.
 
     Raises:
         ConfigError: The dtype cannot hold the values.

@@ -1,4 +1,4 @@
-"""Converts a tokenizer.json to a GGUF file's tables; refuses rules that llama.cpp does not have.
+"""Converts a tokenizer.json to a GGUF file's tables; refuses rules that llama.cpp lacks.
 
 Source of the rules: llama.cpp, `src/llama-vocab.cpp`.
 """
@@ -19,13 +19,13 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 logger = logging.getLogger("easypipe")
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens in GGUF
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as in SentencePiece
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 _WORDS = _BYTES | {"use_regex": True}
 
 
 def _split(numbers: str) -> JsonObject:
-    """Returns the split rule of Qwen and Llama 3, which take so many digits together."""
+    """Returns the split rule of Qwen and Llama 3, which keep this many digits together."""
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + numbers
@@ -34,8 +34,8 @@ def _split(numbers: str) -> JsonObject:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-# llama.cpp's name of how text is split into words -> the steps of a tokenizer.json, and whether
-# words that are tokens are taken without merges
+# llama.cpp's name of the rule by which text is split into words -> the steps of a tokenizer.json,
+# and whether words that are tokens are taken without merges
 _CUTS: dict[str, tuple[list[JsonObject], bool]] = {
     "gpt-2": ([_WORDS], False),
     "smollm": ([{"type": "Digits", "individual_digits": True}, _WORDS], False),
@@ -65,7 +65,7 @@ class Vocabulary:
 
     Attributes:
         kind: "gpt2" merges bytes by rank, "llama" merges pieces of text by score.
-        cut: llama.cpp's name of how text is split into words.
+        cut: llama.cpp's name of the rule by which text is split into words.
         tokens: The spelling of each token.
         types: The type of each token.
         merges: The merges of gpt2.
@@ -89,10 +89,10 @@ class Vocabulary:
 def vocabulary_of(tokenizer: Tokenizer, size: int) -> Vocabulary:
     """Returns the tables of `tokenizer` for a model of `size` tokens.
 
-    It warns where the rules differ in rare texts.
+    It warns if the rules differ in rare texts.
 
     Raises:
-        TokenizerError: llama.cpp does not have the tokenizer's rules.
+        TokenizerError: llama.cpp does not support the tokenizer's rules.
     """
     parts = json.loads(tokenizer.definition_with(()))
     model, at = parts["model"], tokenizer.name
@@ -169,7 +169,7 @@ def _types(parts: JsonObject, size: int) -> list[int]:
 
 
 def _tokens(parts: JsonObject, types: Sequence[int], in_bytes: bool) -> list[str]:
-    """Returns the spelling of every token, placeholders for ids without one."""
+    """Returns the spelling of every token, with placeholders for ids without one."""
     tokens = [f"[PAD{i}]" for i in range(len(types))]
     for word, number in parts["model"]["vocab"].items():
         tokens[number] = word
@@ -181,10 +181,10 @@ def _tokens(parts: JsonObject, types: Sequence[int], in_bytes: bool) -> list[str
 
 
 def _cut(parts: JsonObject, steps: list[JsonObject], at: str) -> str:
-    """Returns llama.cpp's name of how this byte-level tokenizer splits text into words.
+    """Returns llama.cpp's name of the rule by which this byte-level tokenizer splits text.
 
     Raises:
-        TokenizerError: llama.cpp does not have these rules.
+        TokenizerError: llama.cpp does not support these rules.
     """
     normalized = _steps(parts["normalizer"])
     _require(normalized in ([], [{"type": "NFC"}]), at, f"llama.cpp does not know its {normalized}")
@@ -207,10 +207,10 @@ def _cut(parts: JsonObject, steps: list[JsonObject], at: str) -> str:
 
 
 def _prepends(parts: JsonObject, steps: list[JsonObject], at: str) -> bool:
-    """Returns whether a tokenizer in SentencePiece's manner puts a space before each text.
+    """Returns whether a SentencePiece-style tokenizer puts a space before each text.
 
     Raises:
-        TokenizerError: llama.cpp does not have its rules.
+        TokenizerError: llama.cpp does not support its rules.
     """
     normalized = _steps(parts["normalizer"])
     rules = [*normalized, *steps]
@@ -238,18 +238,18 @@ def _prepends(parts: JsonObject, steps: list[JsonObject], at: str) -> bool:
 
 
 def _scores(model: JsonObject, types: Sequence[int], tokens: Sequence[str], at: str) -> list[float]:
-    """Returns a score for each token, by which llama.cpp merges as the list of merges says.
+    """Returns a score for each token, with which llama.cpp merges in the order of the merge list.
 
     Tokens that are merged earlier have higher scores.
 
-    llama.cpp merges any two pieces that spell a token; of all such pairs, the one whose token has
-    the highest score, and of equal ones the first in the text. That is the same as the list of
-    merges if the pairs of a token are adjacent in it and none is left out. Pairs of runs of one
-    character (spaces) may be mixed with each other: both begin with the first, and go on with what
-    it became.
+    llama.cpp merges any two pieces that spell a token. Of all such pairs, it takes the one whose
+    token has the highest score, and of equal ones the first in the text. The result is the same as
+    with the list of merges if the pairs of a token are adjacent in it and none is left out. Pairs
+    of runs of one character (spaces) may be mixed with each other: both begin with the first, and
+    continue with its result.
 
     Raises:
-        TokenizerError: No scores give the order of the merges, or a byte has no token.
+        TokenizerError: No scores produce the order of the merges, or a byte has no token.
     """
     vocab = model["vocab"]
     missing = [

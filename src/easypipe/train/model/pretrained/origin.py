@@ -1,6 +1,6 @@
 """Where a model comes from: a seed, a module, or published weights, each tensor with its place.
 
-Of published weights every device reads only its part of every array from the files.
+With published weights, every device reads only its part of every array from the files.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from easypipe.train.optim.optimizers import Optimizer
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.record import from_anywhere
 
-# A vocabulary that has to grow becomes a multiple of this, so that it divides over meshes as the
-# old one did.
+# A vocabulary that has to grow becomes a multiple of this, so that it divides over meshes like the
+# old one.
 MULTIPLE = 64
 _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")  # buffers of old versions
 
@@ -65,16 +65,16 @@ def load_pretrained(
 ) -> Decoder:
     """Loads a Decoder with the weights of a model in the format of `transformers`.
 
-    They are those of a folder, or of a Hub repository; called on Int[B, S] the model returns
-    logits. Families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), and whatever else has
+    They are those of a folder or of a Hub repository. Called on Int[B, S], the model returns
+    logits. Families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), and all others with
     their model_type, such as SmolLM2.
 
-    Files are read a part at a time: at no time does the host hold more than the parts of one array
-    that its own devices take (an array has all layers of one projection).
+    Files are read a part at a time: the host never holds more than the parts of one array that its
+    own devices take (an array has all layers of one projection).
 
     Args:
         path_or_hub_name: The folder or Hub name.
-        mesh: The mesh on which the arrays are to lie, sharded as for training, with the axes of
+        mesh: The mesh for the arrays, which are sharded as for training, with the axes of
             `make_mesh`; None: whole on the first device.
         dtype: The dtype of products and activations.
         param_dtype: The dtype of the parameters; None: `dtype`.
@@ -108,7 +108,7 @@ def load_pretrained(
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A published model whose config.json was read and whose weights were not.
+    """A published model whose config.json was read but whose weights were not.
 
     Attributes:
         named: The options of the model, with its commit.
@@ -123,11 +123,11 @@ class Pretrained:
     def build(self, *, rows_alone: bool = False) -> Decoder:
         """Returns a decoder with initial values, for `nnx.eval_shape`.
 
-        Its arrays tell how weights are sharded.
+        Its arrays show how weights are sharded.
 
         Args:
-            rows_alone: Whether the rows of new tokens are separate arrays, to be trained while all
-                else is frozen.
+            rows_alone: Whether the rows of new tokens are separate arrays, which are trained while
+                everything else is frozen.
         """
         decoder = Decoder(self.config, nnx.Rngs(0))
         decoder.hf_config = self.hf_config
@@ -141,7 +141,7 @@ class Pretrained:
         return added_ids(self.named.resolved()[1], self.named.add_tokens)
 
     def read(self, layout: states.ModelLayout) -> states.Arrays:
-        """Reads the weights, by the decoder's names, sharded as `layout` says.
+        """Reads the weights, by the decoder's names, sharded as in `layout`.
 
         Errors are those of load_pretrained.
         """
@@ -276,7 +276,7 @@ def _read(
 def _turned(
     files: WeightFiles, name: str, transposed: bool, bounds: tuple[slice, ...]
 ) -> np.ndarray:
-    """Reads a part of a tensor, transposed if the file has it so."""
+    """Reads a part of a tensor, transposed if it is so in the file."""
     found = files.read(name, bounds[::-1] if transposed else bounds)
     return found.T if transposed else found
 
@@ -297,7 +297,7 @@ Model = (
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a run starts from.
+    """The starting point of a run.
 
     Attributes:
         build: Makes the module with its adapters; its arrays have their initial values, except
@@ -368,12 +368,12 @@ class Origin:
 def origin_of(
     model: Model, seed: int, lora: LoraConfig | None = None, *, scores: bool = False
 ) -> Origin:
-    """Returns what a run starts from; makes no array.
+    """Returns the starting point of a run; makes no array.
 
     Errors of published models are those of `find_pretrained`.
 
     Args:
-        model: Anything that `easypipe.Trainer` takes as a model.
+        model: Anything that `easypipe.Trainer` accepts as a model.
         seed: The seed of the initial values.
         lora: The options of adapters, if any.
         scores: Whether the model becomes a reward model.

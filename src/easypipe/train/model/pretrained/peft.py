@@ -58,7 +58,7 @@ def save_adapters(module: Decoder, path: str | Path, *, base: str | Path | None 
     Args:
         module: The model with adapters.
         path: The folder to create.
-        base: The folder or Hub name of the model that they belong to, which PEFT looks up.
+        base: The folder or Hub name of the model to which they belong; PEFT looks it up.
 
     Raises:
         ConfigError: The module has no adapters that PEFT can open, or the folder is not empty.
@@ -166,7 +166,7 @@ def _targets(tensors: Iterable[str], file: Path) -> tuple[str, ...]:
     """Returns the projections of the decoder to which the adapters belong.
 
     Raises:
-        StateError: A tensor belongs to none, or there is no tensor.
+        StateError: A tensor does not belong to any, or there is no tensor.
     """
     ours = {their: name for name, their in PROJECTIONS.items()}
     parsed = {name: _PARSED.fullmatch(name) for name in tensors}

@@ -55,7 +55,7 @@ logger = logging.getLogger("easypipe")
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a model saw in training, as far as those who generate with it must know.
+    """The facts about a model's training data that generation needs.
 
     A checkpoint records it.
 
@@ -71,7 +71,7 @@ class Seen:
 
     @classmethod
     def of(cls, turns: Turns | None) -> Seen:
-        """Returns what follows from how conversations are written."""
+        """Returns the facts that follow from how conversations are written."""
         return (
             cls()
             if turns is None
@@ -80,7 +80,7 @@ class Seen:
 
     @classmethod
     def recorded(cls, saved: JsonObject) -> Seen:
-        """Returns what a checkpoint records; earlier versions recorded nothing."""
+        """Returns the facts that a checkpoint records; earlier versions recorded nothing."""
         values: JsonObject = saved.get("seen") or {"stop_token_ids": ()}
         return cls(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
 
@@ -89,7 +89,7 @@ class Seen:
         return {**dataclasses.asdict(self), "stop_token_ids": list(self.stop_token_ids)}
 
     def longer(self, length: int | None) -> Seen:
-        """Returns this after a row of so many tokens."""
+        """Returns this after a row of this many tokens."""
         known = self.max_length or 0
         return (
             self
@@ -123,17 +123,17 @@ def save_pretrained(
     are merged into them. A module of `load_pretrained` keeps all other keys of its config.json.
 
     Args:
-        tokenizer: A tokenizer.json, a folder with one or a Hub name, whose files are copied; or an
-            object with `save_pretrained`, as `transformers` has.
+        tokenizer: A tokenizer.json, a folder with one, or a Hub name, whose files are copied; or an
+            object with `save_pretrained`, as in `transformers`.
         chat_template: The chat template of the training; None: the tokenizer's own.
-        eos_token_id: What ends a text, in place of the tokenizer's EOS token, which
-            generation_config.json names too.
+        eos_token_id: The tokens that end a text, instead of the tokenizer's EOS token; they are
+            also written to generation_config.json.
         max_length: The longest row that the model saw; max_position_embeddings is at least this.
         max_shard_bytes: The most bytes of a file (unless one tensor is larger) and of weights on
             the host at a time; larger models get several files and an index.
 
     Raises:
-        ConfigError: No family of `transformers` holds the module, or the folder is not empty.
+        ConfigError: No family of `transformers` fits the module, or the folder is not empty.
         MissingFileError: The tokenizer does not exist.
         TrainError: Other processes hold parts of arrays.
         StorageError: The folder cannot be written.
@@ -198,9 +198,9 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
 
 def _usual_modes(folder: Path) -> None:
-    """Gives files the mode that the umask gives.
+    """Sets the modes of files by the umask.
 
-    safetensors makes its files readable by the owner alone.
+    safetensors makes its files readable only by the owner.
     """
     probe = folder / ".mode"
     probe.touch()
@@ -220,7 +220,7 @@ def config_json(
 
     Args:
         module: The model.
-        special: The bos_token_id, eos_token_id and pad_token_id of the tokenizer, those that exist.
+        special: The bos_token_id, eos_token_id and pad_token_id of the tokenizer, if they exist.
         eos_token_id: See save_pretrained.
         max_length: See save_pretrained.
     """
@@ -244,7 +244,7 @@ def config_json(
     if ends:
         generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    # With a factor, the length is part of how positions are scaled.
+    # With a factor, the length is part of the scaling of positions.
     if max_length is not None and "factor" not in rope:
         config["max_position_embeddings"] = max(
             max_length, config.get("max_position_embeddings") or 0
@@ -253,7 +253,7 @@ def config_json(
 
 
 def special_tokens(tokenizer: Any, files: list[Path]) -> JsonObject:
-    """Returns the bos_token_id, eos_token_id and pad_token_id of a tokenizer, those that it has."""
+    """Returns those of bos_token_id, eos_token_id and pad_token_id that a tokenizer has."""
     if files:
         try:
             [tokenizer] = (load_tokenizer(file) for file in files if file.name == "tokenizer.json")
@@ -265,9 +265,9 @@ def special_tokens(tokenizer: Any, files: list[Path]) -> JsonObject:
 
 
 def _write_template(folder: Path, template: str) -> None:
-    """Writes `template` where `transformers` looks for it.
+    """Writes `template` to the places where `transformers` looks for it.
 
-    That is a file of its own, and the place of older versions if the tokenizer has one there.
+    That is a file of its own, and the place of older versions if the tokenizer uses it.
     """
     path = folder / TOKENIZER_CONFIG
     values = read_json(path) if path.is_file() else {}
@@ -309,7 +309,7 @@ def _tokenizer_files(tokenizer: Any) -> list[Path]:
 
 
 class WrittenTensor(NamedTuple):
-    """A tensor to be written, which is copied from its device when it is fetched.
+    """A tensor to be written; it is copied from its device when it is fetched.
 
     Attributes:
         name: The name in the file.
@@ -340,7 +340,7 @@ class WrittenTensor(NamedTuple):
 def tensors_of(module: Decoder) -> list[WrittenTensor]:
     """Returns every tensor to be written, layer by layer; nothing is copied yet.
 
-    A reward model has a score in place of the head.
+    A reward model has a score instead of the head.
 
     Raises:
         TrainError: Other processes hold parts of an array.
