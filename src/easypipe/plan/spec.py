@@ -74,9 +74,9 @@ class PlanSpec:
     code that plans it.
 
     Args:
-        weights: Positive integers, one per dataset (`mix.integer_weights`). stop: When a mixture
-        ends. "restart" never ends, and therefore needs num_epochs None. For a single dataset all
-        three are the same and an epoch is one pass.
+        weights: Positive integers, one per dataset (`mix.integer_weights`).
+        stop: When a mixture ends. "restart" never ends, and therefore needs num_epochs None. For a
+            single dataset all three are the same and an epoch is one pass.
         window_docs: The documents that are planned and packed together.
         window_tokens: A window has fewer documents if fewer hold this many tokens; None sets no
             such limit.

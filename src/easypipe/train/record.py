@@ -72,7 +72,7 @@ def write_config(folder: Path, resolved: object) -> None:
 def write_versions(folder: Path, step: int) -> Json:
     """Adds the versions of this process to versions.json, unless they are those of the last entry.
 
-    step: The step from which this process continues.
+    Args:
         folder: The run's folder.
         step: The step from which this process continues.
 

@@ -17,9 +17,9 @@ class Interrupted(TrainError):
     """The error of a run that a signal stopped, after it was saved at `step`.
 
     Attributes:
-        exit_code: The exit code that a shell expects: 128 + the signal's number.
+        signum: The number of the signal.
         step: The step that was saved.
-        exit_code: What a shell expects: 128 + the signal's number.
+        exit_code: The exit code that a shell expects: 128 + the signal's number.
     """
 
     in_all = True

@@ -26,8 +26,9 @@ _TO_SIGMA = 1.4826
 class SpikeGuard:
     """Judges the losses of a run, step by step, and counts its bad steps and roll-backs.
 
-    good: The step of the last checkpoint that was saved by the configured interval and is not in
-        doubt. A run is rolled back to it; 0 is its start.
+    Attributes:
+        good: The step of the last checkpoint that was saved by the configured interval and is not
+            in doubt. A run is rolled back to it; 0 is its start.
         owes: Whether a save was due by the interval while the run was in doubt.
         in_doubt: Whether the newest step was bad, so that a checkpoint of it would not be good.
         guards: Whether this run may be rolled back at all.

@@ -413,7 +413,7 @@ class _Kept:
             limit: The most rows of the shard; no later row is ever asked for.
 
         Returns:
-            How many rows were taken, which is at least as many as asked for, or all.
+            The number of rows that were taken, which is all, or at least `rows`.
         """
         pulled = self._shards[shard]
         if not pulled.ended and (rows is None or pulled.rows < rows):

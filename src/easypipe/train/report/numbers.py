@@ -65,8 +65,8 @@ class CurvesReader:
     def read(self) -> Curves | None:
         """Returns all curves; None if no step was logged.
 
-        StorageError: The file is not a metrics file.
-            StorageError: The file does not hold metrics.
+        Raises:
+            StorageError: The file is not a metrics file.
         """
         now = self._path.stat()
         if now.st_ino != self._inode or now.st_size < self._at:

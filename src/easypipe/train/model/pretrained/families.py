@@ -30,8 +30,8 @@ class Family:
         options: The options of ModelConfig that all models of the family share.
         activation_key: The key of the activation.
         windows: Which layers have a window: none; all; "upper" or "pattern". The last two mean the
-            layers in layer_types, or else the upper ones (if use_sliding_window is set), or all but
-            every n-th (sliding_window_pattern).
+            layers in layer_types if it is given. Otherwise "upper" means the upper layers (if
+            use_sliding_window is set), and "pattern" all but every n-th (sliding_window_pattern).
         caps: Options of ModelConfig that None switches off -> their keys.
         scalar_key: The key of attention_width.
         local_theta_key: The key of local_rope_theta.
