@@ -1,1 +1,1 @@
-"""Turns planned, saved or streamed rows into batches, on a mesh where one is given."""
+"""Turns planned, saved or streamed rows into batches, on a mesh if one is given."""

@@ -1,9 +1,9 @@
-"""Makes batches from rows at rest: which columns, how wide and padded, and the only label shift.
+"""Makes batches from stored rows: which columns, how wide and padded, and the only label shift.
 
-`labels[t]` is the token at `t + 1` where that token is of the same segment and a target (its
-`loss_mask` is 1), else -100. So the last token of every segment, padding, and whatever stands
-before a masked token are not trained; a first token is never a target. A row at rest has token
-columns without labels, as files and caches hold it.
+`labels[t]` is the token at `t + 1` if that token is in the same segment and a target (its
+`loss_mask` is 1), else -100. So the last token of every segment, padding, and a token before a
+masked one have no label; the first token of a segment is never a target. A stored row, in files and
+caches, has token columns without labels.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class CollateConfig:
 
     Args:
         padding: "longest" (or True) pads to the longest row of the global batch, "max_length" to
-            `max_length`; False pads nothing and refuses a batch of rows of several lengths.
+            `max_length`; False does not pad, and a batch of rows of several lengths is an error.
         padding_side: As in TokenizerConfig.
         pad_to_multiple_of: As in TokenizerConfig.
-        length_buckets: As in TokenizerConfig; widths only.
+        length_buckets: As in TokenizerConfig; only widths.
     """
 
     padding: Literal["longest", "max_length"] | bool = "longest"
@@ -78,7 +78,7 @@ class CollateConfig:
     def settings(self) -> JsonObject:
         """The options that decide the content of batches, for the states of loaders.
 
-        An option at its default is left out where older states lack it.
+        An option that older states lack is left out if it has its default value.
         """
         return {
             "padding": self.padding,
@@ -90,7 +90,7 @@ class CollateConfig:
 
     @property
     def shaping(self) -> JsonObject:
-        """The options that packed rows have no use for, as far as they are set."""
+        """The options that are set and have no effect on packed rows."""
         side = {"padding_side": "left"} if self.padding_side == "left" else {}
         multiple = (
             {}
@@ -105,14 +105,14 @@ class CollateConfig:
 
 
 def collate(rows: Mapping[str, Integers], *, attention_mask: bool = False) -> dict[str, Int32]:
-    """Makes a batch from rows at rest.
+    """Makes a batch from stored rows.
 
-    Further columns, [rows, slots, ...], belong to tokens and stay with them; loss weights belong to
-    labels and are shifted as these are.
+    Other columns, [rows, slots, ...], belong to tokens and stay with them; loss weights belong to
+    labels and are shifted with them.
 
     Args:
-        rows: `input_ids` and `segment_ids`, integers [rows, slots]; `loss_mask` where not every
-            token is a target; `position_ids`, or they are counted from each segment's start;
+        rows: `input_ids` and `segment_ids`, integers [rows, slots]; `loss_mask` unless every token
+            is a target; `position_ids`, which are otherwise counted from each segment's start;
             `look_ahead`, integers [rows], the label of each row's last slot, or -100.
         attention_mask: Adds the column `attention_mask`.
 
@@ -139,8 +139,8 @@ def collate(rows: Mapping[str, Integers], *, attention_mask: bool = False) -> di
     mask = np.ascontiguousarray(rows[LOSS_MASK], dtype=np.uint8) if LOSS_MASK in rows else _NO_MASK
     shift_labels(batch[INPUT_IDS], batch[SEGMENT_IDS], mask, batch[LABELS])
     if LOOK_AHEAD in rows:
-        # Where it is not -100 the row is full: it belongs to the last token, behind which nothing
-        # but what widens a batch may stand.
+        # If it is not -100, the row is full, and it belongs to the last token, which only the
+        # padding of a wider batch may follow.
         known = np.flatnonzero(rows[LOOK_AHEAD] != IGNORE)
         last = np.count_nonzero(batch[SEGMENT_IDS][known], axis=1) - 1
         batch[LABELS][known, last] = rows[LOOK_AHEAD][known]
@@ -151,12 +151,12 @@ def collate(rows: Mapping[str, Integers], *, attention_mask: bool = False) -> di
 
 
 def with_asked(batch: dict[str, Int32], rule: CollateConfig) -> dict[str, Int32]:
-    """Returns the columns that `rule` asks for, padded on the side that it names."""
+    """Returns the columns that `rule` requests, padded on its padding_side."""
     if rule.padding_side == "left":
-        # slots behind the last token; 0 in a row without any
+        # slots after the last token; 0 in a row without tokens
         segments = batch[SEGMENT_IDS]
         padding = np.argmax(segments[:, ::-1] > 0, axis=1)
-        # slots that would lie before the first take the last slot, which is padding
+        # slots that would be before the first take the last slot, which is padding
         slots = np.maximum(np.arange(segments.shape[1]) - padding[:, None], -1)
         for column in batch.values():
             column[:] = column[np.arange(len(segments))[:, None], slots]
@@ -174,7 +174,7 @@ def with_label_weights(
 ) -> dict[str, Array]:
     """Returns columns of tokens as those of a batch.
 
-    Loss weights are shifted, as labels are, and 0 where there is no label.
+    Loss weights are shifted like labels, and are 0 if there is no label.
 
     Args:
         values: The columns of tokens.
@@ -187,7 +187,7 @@ def with_label_weights(
     shifted = np.zeros(labels.shape, np.float32)
     shifted[:, :-1] = weights[:, 1:]
     if (ahead := values.get(LOOK_AHEAD_WEIGHT)) is not None and labels.size:
-        shifted[np.arange(len(labels)), last] = ahead  # where the row is full, it has a label
+        shifted[np.arange(len(labels)), last] = ahead  # if the row is full, it has a label
     shifted[labels == IGNORE] = 0
     return {**found, LOSS_WEIGHTS: shifted}
 
@@ -199,14 +199,14 @@ def with_attention_mask(batch: dict[str, Int32]) -> dict[str, Int32]:
 
 
 def fresh_columns(names: Sequence[str], num_rows: int, num_slots: int) -> dict[str, Int32]:
-    """Returns uninitialised Int32[num_rows, num_slots] arrays, contiguous and 64-byte aligned.
+    """Returns uninitialized Int32[num_rows, num_slots] arrays, contiguous and 64-byte aligned.
 
-    All lie in one new allocation. The memory is always new: `jax.device_put` on a CPU device uses
-    aligned host memory as it stands, so a refilled buffer would change a batch that is still in
+    All are in one new allocation. The memory is never reused: `jax.device_put` on a CPU device
+    does not copy aligned host memory, so a refilled buffer would change a batch that is still in
     use.
     """
     column = num_rows * num_slots
-    # int32s, rounded up so that every column starts on a 64-byte border
+    # in int32s, rounded up so that every column starts at a multiple of 64 bytes
     stride = -(-column // 16) * 16
     raw = np.empty(stride * len(names) + 16, dtype=np.int32)
     first = -(address(raw) // 4) % 16
@@ -225,7 +225,7 @@ def fresh_columns(names: Sequence[str], num_rows: int, num_slots: int) -> dict[s
 
 
 def as_stack(columns: Mapping[str, Int32]) -> Int32 | None:
-    """Returns columns that `fresh_columns` laid side by side as one Int32[columns, rows, slots].
+    """Returns columns of one `fresh_columns` allocation as one Int32[columns, rows, slots].
 
     Nothing is copied. It returns None for any other columns.
     """
@@ -294,9 +294,9 @@ def row_width(lengths: Integers, rule: CollateConfig, describe_row: str = "row")
 
 
 def alone_widths(lengths: Integers, rule: CollateConfig) -> Integers:
-    """Returns the slots that each row of `lengths` tokens would have in a batch of its own.
+    """Returns the slots that each row of `lengths` tokens would have in a separate batch.
 
-    A row that no bucket holds gets the width of the last bucket.
+    A row too long for all buckets gets the width of the last bucket.
     """
     if rule.length_buckets:
         buckets = np.array(rule.length_buckets)
@@ -306,14 +306,14 @@ def alone_widths(lengths: Integers, rule: CollateConfig) -> Integers:
 
 
 def known_width(rule: CollateConfig, seq_length: int | None) -> int | None:
-    """Returns the slots of every batch where they can be known before its rows are; else None.
+    """Returns the slots of every batch if they are known before its rows are read; else None.
 
     Args:
         rule: How rows are padded.
-        seq_length: The slots of packed rows; None where rows are not packed.
+        seq_length: The slots of packed rows; None if rows are not packed.
 
     Raises:
-        ConfigError: The rows are packed and leave `rule` nothing to do.
+        ConfigError: The rows are packed, so `rule` would have no effect.
     """
     if seq_length is None:
         return rule.max_length if rule.padding == "max_length" else None
@@ -336,7 +336,7 @@ def known_width(rule: CollateConfig, seq_length: int | None) -> int | None:
 def shift_labels(ids, segments, mask, labels):
     """Writes `labels`, Int32[R, T], from `ids` and `segments`, Int32[R, T].
 
-    `mask` is UInt8[R, T], or UInt8[0, 0] where every token is a target.
+    `mask` is UInt8[R, T], or UInt8[0, 0] if every token is a target.
     """
     masked = mask.shape[0] > 0
     num_slots = ids.shape[1]

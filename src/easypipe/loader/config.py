@@ -9,8 +9,8 @@ from typing import Any
 from easypipe.core.config import ListOf, config, fields_of
 from easypipe.core.errors import ConfigError, PlacementError, require
 
-MOST_STREAMS = 8  # the most streams of a batch where num_streams is not set
-MOST_EPOCHS = 100_000  # so many epochs of a few documents each are planned in a minute
+MOST_STREAMS = 8  # the most streams of a batch if num_streams is not set
+MOST_EPOCHS = 100_000  # this many epochs of a few documents each are planned in a minute
 
 
 @config
@@ -20,16 +20,16 @@ class LoadStageConfig:
     Args:
         batch_size: Rows of a training step, over all processes and micro-batches.
         batch_size_schedule: `[[step, rows], ...]`, steps ascending and above 0: the batch size from
-            each training step on; until the first of them, batches have `batch_size` rows. Every
-            size is a shape of its own for compiled programs.
+            each training step on; until the first of them, batches have `batch_size` rows. Compiled
+            programs have a separate shape for each size.
         accumulation_steps: Micro-batches of a training step. With a number A above 1, every column
             is [A, rows / A, slots], for a program that adds up the gradients; micro-batch a holds
             the rows r of the batch with r % A == a.
-        prefetch_enabled: Make batches ahead, in threads. False makes each batch when it is asked
-            for, without a watch for stalls.
+        prefetch_enabled: Make batches ahead, in threads. False makes each batch on request, without
+            a check for stalls.
         prefetch_workers: Threads that make batches ahead. One thread fills some hundred million
-            slots a second; more help with slow reads.
-        prefetch_buffer_size: Most batches that are ready ahead of their use.
+            slots per second; more help with slow reads.
+        prefetch_buffer_size: The most batches that are ready ahead of their use.
         shuffle_buffer_size: Permute rows within consecutive blocks of this many, keyed by the seed;
             None keeps the order of the plan. Blocks are counted over the whole run, so one may hold
             the end of an epoch and the start of the next. With streaming, it is the number of
@@ -38,13 +38,13 @@ class LoadStageConfig:
         group_by_length: Put rows of similar length into one batch, for less padding. In every
             window of this many batches (such as 64), after the permutation of
             `shuffle_buffer_size`, rows are sorted by the slots they need, and the resulting batches
-            permuted. Only for rows that are not packed.
-        drop_last: Leave out a last batch that is not full. False yields it: smaller without a mesh;
-            on a mesh, and in micro-batches, filled with rows of padding (segment 0, labels -100),
-            which add no shape and do not count in the loss. `Loader.rows_of(step)` returns the real
-            rows.
+            are permuted. Only for rows that are not packed.
+        drop_last: Leave out a last batch that is not full. False yields it. Without a mesh it is
+            smaller; on a mesh, and with micro-batches, it is filled with rows of padding (segment
+            0, labels -100), which do not change the shape or count in the loss.
+            `Loader.rows_of(step)` returns the real rows.
         prefetch_to_device: Without a mesh, put batches on a one-axis mesh of this process's
-            devices; with a mesh they always go there.
+            devices; with a mesh they are always put on it.
         num_epochs: Passes over the data, up to 100,000; None never ends.
         source_ids: Add the column source_ids: the number of the dataset that each token comes from,
             in the order of `Loader.source_names`.
@@ -149,7 +149,7 @@ def check_streams(num_streams: int, config: LoadStageConfig) -> None:
     """Checks that a batch of every step divides into the streams.
 
     Raises:
-        ConfigError: `num_streams` does not divide some batch size.
+        ConfigError: `num_streams` does not divide every batch size.
     """
     sizes = {config.batch_size, *(size for _, size in config.batch_size_schedule)}
     for size in sorted(sizes):
@@ -169,7 +169,7 @@ def check_axes(mesh: Mapping[Any, Any]) -> dict[str, int]:
         `{axis: size}`.
 
     Raises:
-        PlacementError: An axis has no name or no size, there is none, or several are -1.
+        PlacementError: There is no axis, an axis has no name or no size, or several sizes are -1.
     """
     sizes: dict[str, int] = {}
     for axis, size in mesh.items():

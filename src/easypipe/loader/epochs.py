@@ -1,6 +1,7 @@
 """EpochLoader, a loop over epochs: each iteration is the next pass; where a stream's pass ends.
 
-pass   from 0, each in its own order; with `num_epochs` N an iteration is N of them, p to p + N - 1
+pass   one reading of the data, counted from 0, each in a different order; with `num_epochs` N, an
+       iteration is N passes, p to p + N - 1
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from easypipe.loader.rows.ranks import PassRows
 from easypipe.loader.state import LoaderState
 from easypipe.loader.streams.rows import StreamRows
 
-# the attributes of a loader that tell the pass under way
+# the attributes of a loader that describe the current pass
 MOVED = ("rows", "_order", "_seed", "_latest", "_entry", "_restored", "_kept_entry")
 
 
@@ -31,22 +32,21 @@ class EpochLoader(Loader):
     It is for `for epoch in range(n): for batch in loader:`.
 
     Law: after an iteration that reached the end of the data comes the next pass; an abandoned pass
-    is begun again. The orders of all passes follow from the seed, so every rank and every new
-    process has the same ones. `state()` knows the pass, and restoring it continues in it; the state
-    after a pass is the one before the next. `len()`, `rows`, `explain` and `batch` are those of the
-    current pass, or of the one that the next iteration begins; `ledger()` is that of the newest
-    iteration, also after the end of its pass.
+    is started again. The orders of all passes follow from the seed, so they are the same on every
+    rank and in every new process. `state()` contains the pass, and restoring it continues in that
+    pass; the state after a pass is the one before the next. `len()`, `rows`, `explain` and `batch`
+    are those of the current pass, or of the one that the next iteration begins; `ledger()` is that
+    of the newest iteration, also after the end of its pass.
 
-    `loader(epoch)` is the Loader of a pass, which begins at its first batch every time. Loaders
-    made of this one (`copy`, `map_rows`, `of_rank`) have passes of their own, from the first one
-    on.
+    `loader(epoch)` is the Loader of a pass, which always begins at its first batch. Loaders made
+    from this one (`copy`, `map_rows`, `of_rank`) count their own passes, from the first one on.
 
     Args:
-        make: Makes the Loader of a pass; those of all passes have one config.
+        make: Makes the Loader of a pass; those of all passes have the same config.
     """
 
-    # One iteration chains so many passes, each with a last batch of its own. It ends behind every
-    # pass whose number, counted from 1, is a multiple of this, wherever it began.
+    # One iteration chains this many passes, each with its own last batch. It ends after a pass
+    # whose number, counted from 1, is a multiple of this, wherever it began.
     _together = 1
 
     def __init__(self, make: Callable[[int], Loader]) -> None:
@@ -58,7 +58,7 @@ class EpochLoader(Loader):
 
     @property
     def seed(self) -> int:
-        """The seed of the order of the first pass, from which those of the others follow."""
+        """The seed of the order of the first pass; those of the others are derived from it."""
         return self._first_seed
 
     def loader(self, epoch: int) -> Loader:
@@ -71,14 +71,14 @@ class EpochLoader(Loader):
         return self._made(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration pass `epoch`, from its first batch."""
+        """Makes pass `epoch` the next iteration, from its first batch."""
         self._enter(self.loader(epoch), epoch)
 
     def counted_by(self, passes: dict[Any, int], key: Any) -> Self:
-        """Begins at pass `passes[key]` (0 where there is none), and keeps that entry in step.
+        """Begins at pass `passes[key]` (0 if there is no entry), and keeps that entry up to date.
 
-        The pass that follows a finished one is written there. This is for code that makes a new
-        loader every time it is asked for one.
+        After each finished pass, the next one is written there. This is for code that makes a new
+        loader on every request.
         """
         if epoch := passes.get(key, 0):
             self.set_epoch(epoch)
@@ -90,7 +90,7 @@ class EpochLoader(Loader):
         state: LoaderState | str | bytes | Json,
         allow_changed: Collection[str] = (),
     ) -> None:
-        """Restores the loader of the state's pass and goes on in that pass (`Loader.restore`)."""
+        """Restores the loader of the state's pass and continues in it (`Loader.restore`)."""
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
         loader = self.loader(state.epoch)
@@ -98,10 +98,10 @@ class EpochLoader(Loader):
         self._enter(loader, state.epoch)
 
     def __next__(self) -> Batch:
-        """Returns the next batch of the pass that the loader keeps.
+        """Returns the next batch of the loader's own iteration.
 
-        Behind the end of a pass, which raises StopIteration, it goes on with the pass that an
-        iteration would begin.
+        The end of a pass raises StopIteration; after it, the next call continues with the pass that
+        an iteration would begin.
         """
         try:
             return super().__next__()
@@ -137,21 +137,22 @@ class EpochLoader(Loader):
         self._told(epoch)
 
     def _enter(self, loader: Loader, epoch: int) -> None:
-        """Goes on in the place of `loader`, the loader of pass `epoch`."""
+        """Takes over the position of `loader`, the loader of pass `epoch`."""
         for name in MOVED:
             # Both are Loaders, so the attributes of one fit the other.
             setattr(self, name, getattr(loader, name))
         self.epoch, self._kept = epoch, None
         self._newest += 1
         for known in ("_settings", "_words", "_components"):
-            # cached properties of the pass before
+            # cached properties of the previous pass
             vars(self).pop(known, None)
 
 
 def _chain(loader: EpochLoader, first: Iterator[Batch], holding: bool) -> Iterator[Batch]:
-    """Yields the batches of `first` and of the passes behind it up to the end of the iteration.
+    """Yields the batches of `first` and of the following passes, to the end of the iteration.
 
-    `first` is the newest iteration over a pass. The chain moves the loader while it is the newest.
+    `first` is the newest iteration over a pass. The chain moves the loader as long as it is the
+    newest.
     """
     kept, make, together = weakref.ref(loader), loader._made, loader._together
     epoch, number = loader.epoch, loader._newest
@@ -181,13 +182,13 @@ def passes_over(
     """Returns a function that makes the Loader of every pass over one dataset.
 
     Args:
-        build: Makes the loader over that many passes; None for one without end.
+        build: Makes the loader over a number of passes; None for an endless one.
         num_epochs: The passes of one iteration.
     """
 
     @cache
     def endless() -> tuple[Loader, int]:
-        """Returns the loader without end, and the rows of one pass."""
+        """Returns the endless loader, and the rows of one pass."""
         return build(None), build(1).rows.num_rows or 0
 
     def make(epoch: int) -> Loader:
@@ -204,7 +205,7 @@ def passes_over(
 
 
 def passes_of_streams(first: Loader, together: int) -> EpochLoader:
-    """Returns the passes over data that is read forward, `together` of them in one iteration.
+    """Returns the passes over data that is read forward; one iteration has `together` passes.
 
     Args:
         first: The Loader of the first pass.

@@ -1,9 +1,9 @@
-"""Finds the documents of a batch again from its number, with their text and which part each is.
+"""Finds the documents of a batch from its number, with their text and the part that it holds.
 
 step     a batch, counted from 0
-row      of the batch, from 0; `number` is the row of the run
-segment  tokens of one document that stand together in a row, from 1, as in `segment_ids`
-masked   a token that is not a target: its loss_mask is 0
+row      a row of the batch, counted from 0; `number` is its row of the run
+segment  consecutive tokens of one document in a row, numbered from 1 as in `segment_ids`
+masked   said of a token that is not a target: its loss_mask is 0
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Decodes(Protocol):
     def decode(self, ids: Sequence[int], /) -> str: ...
 
 
-# Maps a dataset to the tokenizer of its tokens; raises TokenizerError where there is none.
+# Maps a dataset to the tokenizer of its tokens; raises TokenizerError if there is none.
 Decoder = Callable[[str], Decodes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The text of neighbouring tokens that are all masked, or all not."""
+    """The text of consecutive tokens that are all masked, or all unmasked."""
 
     text: str
     masked: bool
@@ -49,19 +49,19 @@ class Span:
 class Segment:
     """The document tokens in slots `slot_start` to `slot_stop` of a row.
 
-    For rows that were saved packed, file and row are those of the saved shard, and the dataset is
-    known where mix.provenance saved it.
+    For packed rows that were saved, file and row are those of the saved shard, and the dataset is
+    known if mix.provenance saved it.
 
     Args:
         dataset: The dataset that the document came from.
         file: The file that it came from.
-        row: Its row, as the file counts.
+        row: Its row in the file.
         document: Its number within the dataset; None for saved rows.
-        token_start: The first of its `document_tokens` stored tokens that stands here.
-        token_stop: The token behind the last that stands here.
+        token_start: The first of its `document_tokens` stored tokens in this row.
+        token_stop: The token after the last one in this row.
         ends_with_eos: Whether one more token follows, which packing added.
-        desirable: The verdict on its answer; None where the rows carry none.
-        spans: The decoded text; None where there is no tokenizer.
+        desirable: The verdict on its answer; None if the rows have none.
+        spans: The decoded text; None if there is no tokenizer.
     """
 
     segment: int
@@ -82,7 +82,7 @@ class Segment:
 
     @property
     def is_part(self) -> bool:
-        """Whether more of the document stands elsewhere, or nowhere."""
+        """Whether the segment is not the whole document."""
         return (
             self.document_tokens is not None
             and self.token_stop - self.token_start < self.document_tokens
@@ -90,7 +90,7 @@ class Segment:
 
     @property
     def title(self) -> str:
-        """One line that says where the segment stands, and where it came from."""
+        """One line that says where the segment is, and where it came from."""
         of = f" of {self.document_tokens}" if self.document_tokens is not None else ""
         eos = " and EOS" if self.ends_with_eos else ""
         masked = f", {self.masked_tokens} masked" if self.masked_tokens else ""
@@ -124,7 +124,7 @@ class ExplainedRow:
 
     @property
     def title(self) -> str:
-        """One line that says which row of the run it is, and how full."""
+        """One line that says which row of the run it is, and how full it is."""
         window = "" if self.window is None else f", window {self.window}"
         return (
             f"row {self.row}: row {self.number:,} of the run, epoch {self.epoch}{window}; "
@@ -146,7 +146,7 @@ class ExplainedBatch:
         return dataclasses.asdict(self)
 
 
-# Takes a segment and its slots, and returns what is known of it before its tokens are looked at.
+# Takes a segment and its slots, and returns what is known about it without its tokens.
 _Place = Callable[[int, slice], JsonObject]
 
 
@@ -164,7 +164,7 @@ def explain_rows(
         step: The number of the batch.
         numbers: Int64[n], the row of the run of every row of the batch.
         chosen: The rows of the batch to explain.
-        decoder: The tokenizer of each dataset; None gives no text.
+        decoder: The tokenizer of each dataset; None: without text.
 
     Raises:
         ConfigError: The rows do not say where they come from.
@@ -199,7 +199,7 @@ def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
     masked = (columns[LOSS_MASK] == 0) if LOSS_MASK in columns else np.zeros(len(ids), np.bool_)
     verdicts = columns.get(DESIRABLE.name)
     begins = np.diff(segments, prepend=-1, append=-1) != 0
-    begins[starts] = True  # in a stream whose rows are one segment, documents begin within it
+    begins[starts] = True  # in "concat" rows of one segment, documents begin within it
     edges = np.flatnonzero(begins)
     made = []
     for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
@@ -239,7 +239,7 @@ def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Plac
     def place(segment: int, slots: slice) -> JsonObject:
         at = int(np.searchsorted(pieces.slot, slots.start, side="right")) - 1
         dataset, doc, length = (int(of[at]) for of in (pieces.dataset, pieces.doc, pieces.length))
-        # more than the piece's own where a pair's second half begins
+        # further than the piece's start if a pair's second half begins here
         start = int(pieces.start[at]) + slots.start - int(pieces.slot[at])
         stop = start + slots.stop - slots.start
         assert stop <= pieces.start[at] + length, "the plan says what is gathered"
@@ -281,7 +281,7 @@ def _stored(rows: StoredRows, number: int) -> tuple[int, None, _Place]:
 
 
 class _Texts:
-    """Decodes text as far as there is a tokenizer; notes once a dataset where there is none."""
+    """Decodes text if there is a tokenizer; otherwise it adds one note for each dataset."""
 
     def __init__(self, decoder: Decoder | None, notes: list[str]) -> None:
         self._decoder, self._notes = decoder, notes
@@ -312,10 +312,10 @@ class _Texts:
 
 
 def choose(step: int, row: int | None, count: int) -> list[int]:
-    """Returns the rows of the batch that are asked for: `row`, or all.
+    """Returns the requested rows of the batch: `row`, or all.
 
     Raises:
-        PlanError: The batch or the row is not there.
+        PlanError: The batch or the row does not exist.
     """
     if step < 0 or count == 0:
         raise PlanError(

@@ -1,8 +1,8 @@
 """The Loader: batch t is rows t * batch_size onward, made ahead; its length, state and restore.
 
-batch    global, the same for every process; a process makes only its rows of it. Steps (steps.py)
-         says which rows these are
-row      counted over the whole run (rows.py)
+batch    the global batch, the same for every process; a process makes only its own rows. Steps
+         (steps.py) says which rows a batch has
+row      a row of the whole run (rows.py)
 position a row's place in the order of reading (order.py)
 """
 
@@ -36,13 +36,12 @@ __all__ = ["AsyncDataLoader", "Batches", "LoadStageConfig", "Loader"]
 
 
 class After(NamedTuple):
-    """What stands behind the first `batch` batches.
+    """The position after the first `batch` batches.
 
     Attributes:
         batch: The number of batches.
         row: The number of rows before the next batch.
-        mark: What the reader that made the batches tells of this place; None where the number tells
-            it.
+        mark: The mark of the reader that made the batches; None if the number is enough.
     """
 
     batch: int
@@ -57,18 +56,18 @@ class Loader:
 
     Law (determinism): batch `t` is byte-equal for any number of processes, workers and batches in
     flight. Law (exact resume): after `restore(state)` with the state taken after batch n, iteration
-    yields batch n + 1 onward. Every `iter(loader)` starts at the first batch, the one after
-    `restore` at the restored one. `next(loader)` is the next batch of one iteration that the loader
-    keeps, which no other one moves. `state()` belongs to the newest iteration.
+    continues with batch n + 1. Every `iter(loader)` starts at the first batch, or after `restore`
+    at the restored one. `next(loader)` is the next batch of the loader's own iteration, which other
+    iterations do not move. `state()` belongs to the newest iteration.
 
     Args:
-        rows: PlannedRows, StoredRows, or StreamRows. StreamRows are read forward: nothing can be
-            asked of a batch that was not reached, and restoring reads at most one window of each
-            stream again. On several processes `state()` of endless streams is collective: each
-            process knows its own streams, so all call it after the same batch.
-        seed: Seed of the permutations of `shuffle_buffer_size` and `group_by_length`.
+        rows: PlannedRows, StoredRows, or StreamRows. StreamRows are read forward: a batch is
+            unknown until it is reached, and restoring reads at most one window of each stream
+            again. On several processes `state()` of endless streams is collective: each process
+            knows only its own streams, so all must call it after the same batch.
+        seed: The seed of the permutations of `shuffle_buffer_size` and `group_by_length`.
         decoder: The tokenizer of each dataset, for `explain`.
-        remember: Keeps the plan's checkpoints, for `explain`.
+        remember: Saves the plan's checkpoints, for `explain`.
 
     Raises:
         PlacementError: Batch and mesh do not fit.
@@ -106,11 +105,11 @@ class Loader:
         self._placements = self._place()
         self._local = {size: self._rows_here(size) for size in self._steps.sizes}
         self._width = self._fixed_width()
-        self._latest = After(0, 0)  # what stands behind the last batch of the newest iteration
-        self._mark: Mark | None = None  # how far that iteration has read, behind its end too
-        self._end: Mark | None = None  # the end that an iteration with this object met
+        self._latest = After(0, 0)  # the position after the last batch of the newest iteration
+        self._mark: Mark | None = None  # how far that iteration has read, also after its end
+        self._end: Mark | None = None  # the end that an iteration of this object reached
         self._restored: LoaderState | None = None  # where the next iteration begins
-        self._kept: Iterator[Batch] | None = None  # the iteration of `next(loader)`, once begun
+        self._kept: Iterator[Batch] | None = None  # the iteration of `next(loader)`, once started
         self._kept_entry: LoaderState | None = None  # where that iteration begins
         self._entry: LoaderState | None = None  # where the newest iteration began
         self._newest = 0  # the number of the newest iteration
@@ -120,8 +119,8 @@ class Loader:
         return self._begin(entry)
 
     def __next__(self) -> Batch:
-        """Returns the next batch of the iteration that the loader keeps (from the restored batch
-        on).
+        """Returns the next batch of the loader's own iteration (after `restore`, from the restored
+        batch on).
         """
         if self._kept is None:
             entry, self._kept_entry = self._kept_entry, None
@@ -132,9 +131,9 @@ class Loader:
         """Begins an iteration.
 
         Args:
-            entry: The state that it begins at; None for the first batch.
-            holding: Whether the iteration keeps this loader alive; one that the loader itself keeps
-                must not.
+            entry: The state to begin at; None for the first batch.
+            holding: Whether the iteration references this loader; the loader's own iteration must
+                not.
         """
         self._entry, self._mark = entry, None
         self._latest = After(0, 0) if entry is None else After(entry.batch, entry.row)
@@ -143,12 +142,12 @@ class Loader:
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The datasets that `source_ids` of batches numbers, from 0; () without that column."""
+        """The datasets numbered by `source_ids` of batches, from 0; () without that column."""
         return self.rows.source_names
 
     @property
     def can_change(self) -> bool:
-        """Whether a state may be restored where something changed."""
+        """Whether a state may be restored after a change."""
         return self.rows.by_number
 
     def __len__(self) -> int:
@@ -169,10 +168,10 @@ class Loader:
         return steps.full(num_rows) if self.config.drop_last else steps.needed(num_rows)
 
     def rows_of(self, step: int) -> range:
-        """Returns the rows, counted over the run, whose positions batch `step` (from 0) holds.
+        """Returns the positions of batch `step` (from 0), counted in rows of the run.
 
-        A short last batch has fewer than its size; on a mesh it is filled up with rows of padding
-        behind them. Behind the end there are none.
+        A short last batch has fewer than its size; on a mesh rows of padding follow them. After the
+        end the range is empty.
 
         Raises:
             StateError: The step is before the one at which the run was changed (`restore`), so this
@@ -189,17 +188,17 @@ class Loader:
     def map_rows(self, transform: RowTransform, *, version: str) -> Loader:
         """Returns a loader over the same rows, each changed by `transform(columns, key)`.
 
-        This is for token dropout, masking at random and the like. Labels are made from what the
-        function leaves. The cost is one call for every row.
+        This is for token dropout, random masking and similar changes. Labels are made after the
+        function was applied. The cost is one call for every row.
 
         Args:
             transform: A function of (columns, key). columns: Int32[slots] each: `input_ids` and
-                `loss_mask`, which it may write to or return anew, `segment_ids` and `position_ids`,
-                which it may read. key: 64 random bits that depend on the seed, the epoch and the
-                row alone, so that batches do not depend on processes, workers, or where a run was
-                resumed.
-            version: Names what the function does. The states of a loader carry it, and a loader
-                whose transforms are others refuses them.
+                `loss_mask`, which it may change in place or return as new arrays, and `segment_ids`
+                and `position_ids`, which it may read. key: 64 random bits that depend only on the
+                seed, the epoch and the row, so that batches do not depend on processes, workers, or
+                where a run was resumed.
+            version: A name for what the function does. A loader's states record it, and a loader
+                with different transforms cannot restore them.
         """
         return self._clone(MappedRows(self.rows, transform, version, self._seed), self.config)
 
@@ -207,8 +206,8 @@ class Loader:
         """Returns a loader over the rows `rank`, `rank + world_size`, ...
 
         Batch t of all ranks together is batch t of a loader whose batches are world_size times as
-        large. This is for programs that have ranks and no mesh. With drop_last every rank has as
-        many batches.
+        large. This is for programs with ranks and without a mesh. With drop_last all ranks have
+        equally many batches.
         """
         return self._clone(
             RankRows(self.rows, rank, world_size, even=self.config.drop_last), self.config
@@ -223,7 +222,7 @@ class Loader:
         """Returns a loader over the same rows with its own iterations, from the first batch.
 
         Args:
-            config: Other options; None keeps those of this loader.
+            config: Its options; None takes those of this loader.
         """
         return self._clone(self.rows, config or self.config)
 
@@ -241,11 +240,11 @@ class Loader:
         return made[0]
 
     def explain(self, step: int, row: int | None = None) -> ExplainedBatch:
-        """Returns which documents stand in batch `step`, or in one `row` of it.
+        """Returns which documents are in batch `step`, or in one `row` of it.
 
         For each it says dataset, file, row, tokens, slots, and the text with its masked parts. It
-        is found from the plan alone: what was read before, and where, does not matter. This costs
-        milliseconds where a plan checkpoint stands near, else one scan of the plan up to there; see
+        is computed only from the plan and does not depend on what was read before. This takes
+        milliseconds if a plan checkpoint is near, else one scan of the plan up to there; see
         docs/seeing.md.
 
         Args:
@@ -266,15 +265,15 @@ class Loader:
         return explained
 
     def remember(self) -> None:
-        """Keeps what was planned so far beside the token cache.
+        """Saves what was planned so far in the cache folder.
 
-        A later process then finds rows near it. `len` and `explain` do this too.
+        A later process then finds rows near it quickly. `len` and `explain` do this too.
         """
         if self._remember is not None:
             self._remember()
 
     def ledger(self) -> Ledger:
-        """Returns where everything went that the newest iteration has read in this process.
+        """Returns the ledger of what the newest iteration has read in this process.
 
         It covers what was read up to the last batch, from counters.
 
@@ -285,13 +284,13 @@ class Loader:
         return self.rows.ledger() if self._mark is None else self._mark.ledger()
 
     def state(self) -> LoaderState:
-        """Returns the state after the batch that was last yielded, whatever is in flight."""
+        """Returns the state after the last yielded batch, regardless of batches in flight."""
         return self._state(self._latest)
 
     def state_at(self, batch: int) -> LoaderState:
         """Returns the state after the first `batch` batches, computed from the plan.
 
-        `restore` goes there without reading what stands before.
+        `restore` continues from it without reading what comes before.
 
         Raises:
             ConfigError: The rows are read forward.
@@ -320,17 +319,17 @@ class Loader:
         state: LoaderState | str | bytes | Json,
         allow_changed: Collection[str] = (),
     ) -> None:
-        """Makes the next iteration go on behind `state`.
+        """Makes the next iteration continue after `state`.
 
         Args:
             state: A state, or its JSON.
-            allow_changed: Components ("sources", "tokenizer", "config", "plan") that may differ
-                from those of when it was saved. Rows are then counted on from the state's own row
-                in what there is now, and this state and all later ones record the change.
+            allow_changed: Components ("sources", "tokenizer", "config", "plan") that may have
+                changed since it was saved. Counting then continues from the state's row in the
+                current data, and this state and all later ones record the change.
 
         Raises:
             StateError: Something else changed since the state was saved; the message names it.
-            ConfigError: `allow_changed` names no component, or the rows are read forward.
+            ConfigError: `allow_changed` has an unknown name, or the rows are read forward.
         """
         require(
             not allow_changed or self.can_change,
@@ -369,13 +368,13 @@ class Loader:
             )
         self._restored = self._entry = self._kept_entry = state
         self._latest, self._mark, self._kept = After(state.batch, state.row), None, None
-        self._newest += 1  # an iteration under way no longer moves `state()`
+        self._newest += 1  # an iteration in progress no longer moves `state()`
 
     def _by_number(self, place: str) -> RowReader:
         """Returns a reader of rows that are found by number.
 
         Raises:
-            ConfigError: Only reading tells what stands at `place`.
+            ConfigError: The content of `place` is unknown until it is read.
         """
         require(
             self.rows.by_number,
@@ -386,7 +385,7 @@ class Loader:
         return self.rows.open()
 
     def _counted(self, entry: LoaderState | None = None) -> Steps:
-        """Returns how the newest iteration counts batches, or one that begins at `entry`."""
+        """Returns how batches are counted by the newest iteration, or by one begun at `entry`."""
         entry = entry or self._entry
         if entry is None or not entry.changes:
             return self._steps
@@ -405,7 +404,7 @@ class Loader:
         return Loader(rows, config, seed=self._seed if seed is None else seed, **self._options)
 
     def _ended(self) -> None:
-        """Hears that the newest iteration has met the end; a subclass may go to the next pass."""
+        """Is called at the end of the newest iteration; a subclass may go to the next pass."""
 
     def _check_step(self, step: int, steps: Steps) -> None:
         if step < 0:
@@ -419,10 +418,10 @@ class Loader:
             )
 
     def _row(self, batch: int) -> int:
-        """Returns the row behind the first `batch` batches."""
+        """Returns the row after the first `batch` batches."""
         reader = self._by_number(f"batch {batch}")
         if self._entry is not None and batch == self._entry.batch:
-            # what stands before it may lie in a window that this process never looks at
+            # earlier rows may be in a window that this process never plans
             return self._entry.row
         steps = self._counted()
         if batch == steps.begin.batch:
@@ -436,7 +435,7 @@ class Loader:
     def _settings(self) -> JsonObject:
         """The settings that decide the content of batches, and no others.
 
-        Mesh, micro-batches, workers and buffers are free to change.
+        Mesh, micro-batches, workers and buffers may change.
         """
         schedule, transforms = self.config.batch_size_schedule, self.rows.transforms
         return {
@@ -454,7 +453,7 @@ class Loader:
 
     @cached_property
     def _words(self) -> JsonObject:
-        """The settings, and what the rows are made of, for the messages of refused states."""
+        """The settings, and what the rows are made of, for the messages about changed states."""
         return {**self._settings, **self.rows.words}
 
     @cached_property
@@ -462,7 +461,7 @@ class Loader:
         return {**self.rows.identity, "config": digest(self._settings)}
 
     def _place(self) -> dict[int, Placement]:
-        """Returns where batches of every size go; nothing without a mesh."""
+        """Returns the placement of batches of every size; {} without a mesh."""
         mesh = self.config.mesh
         if mesh is None:
             if not self.config.prefetch_to_device:
@@ -480,9 +479,7 @@ class Loader:
         return {size: place(size) for size in self._steps.sizes}
 
     def _rows_here(self, size: int) -> Int64 | None:
-        """Returns the rows of a batch of `size` that this process makes, in their order; None for
-        all.
-        """
+        """Returns the rows of a batch of `size` that this process makes, in order; None for all."""
         placement, pieces = self._placements.get(size), self.accumulation_steps
         if pieces == 1 and (placement is None or placement.whole):
             return None
@@ -491,7 +488,7 @@ class Loader:
         return rows if placement is None else rows[placement.local_rows]
 
     def _fixed_width(self) -> int | None:
-        """Returns the slots of every batch, where they can be known before the rows are; else None.
+        """Returns the slots of every batch if they are known before rows are read; else None.
 
         Raises:
             PlacementError: Several processes share a batch and none of them knows its width.
@@ -512,12 +509,12 @@ class Loader:
     def _make(
         self, reader: RowReader, steps: Steps, batch: int, enter: Callable[[str], None]
     ) -> tuple[Batch, After] | None:
-        """Makes batch number `batch` as this process sees it; `enter` is told each stage.
+        """Makes this process's part of batch number `batch`; `enter` is called with each stage.
 
-        Where rows have numbers, any thread may call this, in any order.
+        If rows have numbers, any thread may call this, in any order.
 
         Returns:
-            The batch and what stands behind it, or None past the last.
+            The batch and the position after it, or None after the last.
         """
         start, size = steps.at(batch)
         stage = "plan" if self.rows.by_number else "read"
@@ -543,7 +540,7 @@ class Loader:
             if self._width is not None and self.rows.seq_length is None:
                 stage = "lengths"
                 enter(stage)
-                # raises where one of this process's rows does not fit
+                # raises an error if one of this process's rows does not fit
                 row_width(reader.lengths(rows), self.collate)
             stage = "gather"
             enter(stage)
@@ -572,23 +569,23 @@ AsyncDataLoader = Loader  # the name that EasyDeL's API uses
 class Batches(Iterator[Batch]):
     """One iteration over a loader.
 
-    `close()` ends its threads; dropping the iteration does too, as a `break` out of a for loop
-    does.
+    `close()` ends its threads; so does dropping the iteration, for example with a `break` in a for
+    loop.
     """
 
     def __init__(
         self, loader: Loader, entry: LoaderState | None, steps: Steps, *, holding: bool
     ) -> None:
         settings = loader.config
-        # An iteration that the loader keeps must not keep the loader. Any other keeps it, to report
-        # its end even where nothing else holds the loader:
+        # The loader's own iteration must not reference the loader. Any other does, to report its
+        # end even if nothing else references the loader:
         # `for batch in module.train_dataloader()`.
         self._loader = weakref.ref(loader)
         self._held = loader if holding else None
         self._number = loader._newest
         start = 0 if entry is None else entry.batch
         self._none_yet = start == 0
-        # makes batches of these rows, whatever pass the loader goes to meanwhile
+        # makes batches of these rows, even if the loader goes to another pass
         self._maker = copy.copy(loader)
         workers = settings.prefetch_workers if settings.prefetch_enabled else 0
         local = {
@@ -602,7 +599,7 @@ class Batches(Iterator[Batch]):
             self._made = Prefetcher(
                 make,
                 start,
-                # what is read next may depend on what was read before
+                # one worker if what is read next depends on what was read before
                 workers=workers if loader.rows.by_number else 1,
                 ahead=settings.prefetch_buffer_size,
                 stall_timeout_s=settings.stall_timeout_s,
@@ -628,7 +625,7 @@ class Batches(Iterator[Batch]):
             if self._ending.detach() is not None:
                 self._reader.close(wait=False)  # a read that hangs is not waited for
             raise
-        # Ctrl-C comes here as well: no further batch follows, and no thread stays behind.
+        # also on Ctrl-C: no batch follows, and no thread is left running
         except BaseException:
             self._ending()
             raise

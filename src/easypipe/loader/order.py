@@ -1,10 +1,10 @@
 """The order of rows in batches: permuted within blocks, grouped by length within windows.
 
-It is arithmetic over positions and lengths.
+It is computed from positions and lengths.
 
 position a row's place in the order of reading
-block    of `shuffle_buffer_size` positions
-window   of `group_by_length` batches
+block    `shuffle_buffer_size` consecutive positions
+window   `group_by_length` consecutive batches
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.rows import RowReader, Rows
 from easypipe.plan.order import permute
 
-# The order of so many windows is kept: where one window ends, threads make batches of two.
+# The order of this many windows is kept: near the end of a window, threads make batches of two.
 KEPT_WINDOWS = 4
 
 
 class ReadingOrder:
-    """The order of a loader's rows. Thread safe.
+    """The order of a loader's rows. It is thread-safe.
 
-    Law: which row stands at a position follows from rows, config and seed alone.
+    Law: the row at a position depends only on rows, config and seed.
 
     In a window of W batches of B rows, the rows of its whole batches are sorted by the slots that
-    each needs (rows that need as many stay in their order), cut into batches, and these permuted.
-    What fills no batch stays at the end, so drop_last leaves out the same rows.
+    each needs (rows with equal needs stay in order) and cut into batches, which are permuted. Rows
+    that do not fill a batch stay at the end, so drop_last leaves out the same rows.
 
     Raises:
-        ConfigError: Rows are to be grouped by length where all have one width already.
+        ConfigError: Rows should be grouped by length, but all have the same width.
     """
 
     def __init__(self, rows: Rows, config: LoadStageConfig, rule: CollateConfig, seed: int) -> None:
         self._rule, self._batch = rule, config.batch_size
-        # where rows are read forward, documents are shuffled, not rows
+        # if rows are read forward, documents are shuffled, not rows
         self._block = config.shuffle_buffer_size if rows.by_number else None
         self._shuffle_key = None if self._block is None else fold(seed, "loader", "shuffle")
         self._settings = {"shuffle_buffer_size": config.shuffle_buffer_size, **rows.settings}
@@ -66,16 +66,16 @@ class ReadingOrder:
         return {**self._settings, **groups}
 
     def first(self, row: int) -> int:
-        """Returns the first row of the window and the block that `row` is moved within.
+        """Returns the first row of the window and the block within which `row` is moved.
 
-        Nothing before it is read from `row` on.
+        From `row` on, nothing before that row is read.
         """
         for size in (self._window, self._block):
             row = row // size * size if size else row
         return row
 
     def rows(self, reader: RowReader, start: int, stop: int) -> Int64:
-        """Returns the rows that stand at positions `start` to `stop`, none behind the end.
+        """Returns the rows at positions `start` to `stop`, without those after the end.
 
         There must be at least one.
         """
@@ -89,7 +89,7 @@ class ReadingOrder:
         return np.concatenate(parts)
 
     def _grouped(self, reader: RowReader, window: int) -> Int64:
-        """Returns the rows of a window in their order."""
+        """Returns the rows of a window in order."""
         known = self._known.get(window)
         if known is not None:
             return known
@@ -105,7 +105,7 @@ class ReadingOrder:
             rows = np.concatenate(
                 [by_width.reshape(batches, -1)[places].reshape(-1), rows[batches * self._batch :]]
             )
-        self._known[window] = rows  # two threads may both have made it: they made the same
+        self._known[window] = rows  # two threads may both compute it, with equal results
         for old in list(self._known)[:-KEPT_WINDOWS]:
             self._known.pop(old, None)
         return rows

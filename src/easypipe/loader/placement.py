@@ -1,10 +1,10 @@
-"""Places host batches on a mesh as `jax.Array`s; makes meshes; tells which rows a process reads.
+"""Places host batches on a mesh as `jax.Array`s; makes meshes; says which rows a process reads.
 
-This is the one file of the data path that imports jax, and only when a mesh is asked for.
+This is the only file of the data path that imports jax, and only if a mesh is used.
 
 A global batch has B rows of T slots, in A micro-batches. Every column is Int32[B, T] and gets the
-same PartitionSpec; where gradients are accumulated it is Int32[A, B/A, T], the axis in front whole
-on every device.
+same PartitionSpec; with gradient accumulation it is Int32[A, B/A, T], and the leading axis is not
+divided.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def make_mesh(mesh: Any) -> Mesh:
     Axes are of type Auto, so that a jitted step may gather from sharded arrays.
 
     Args:
-        mesh: A jax Mesh, which is returned as it is, or `{axis: size}`; one size may be -1: what is
-            left.
+        mesh: A jax Mesh, which is returned unchanged, or `{axis: size}`; one size may be -1, which
+            means all remaining devices.
 
     Raises:
-        PlacementError: Sizes and devices do not agree.
+        PlacementError: The sizes do not fit the number of devices.
     """
     with naming_extra():
         import jax
@@ -77,7 +77,7 @@ def make_mesh(mesh: Any) -> Mesh:
 
 
 def local_mesh() -> Mesh:
-    """Returns a mesh of one axis, `data`, over this process's devices."""
+    """Returns a mesh with one axis, `data`, over this process's devices."""
     import jax
     from jax.sharding import AxisType
 
@@ -96,9 +96,9 @@ def on_default_device(batch: Columns) -> Batch:
 
 
 def gather_bytes(own: bytes) -> list[bytes]:
-    """Returns the bytes of every process, in their order; all have one length.
+    """Returns the bytes of every process, in order; all must have the same length.
 
-    Collective: every process calls it, in the same place of its program.
+    It is collective: every process must call it at the same point of its program.
     """
     import jax
     from jax.experimental.multihost_utils import process_allgather
@@ -110,15 +110,15 @@ def gather_bytes(own: bytes) -> list[bytes]:
 
 
 class Placement:
-    """The place of batches on a mesh, and the rows of them that this process has to read.
+    """The placement of batches on a mesh, and the rows that this process must read.
 
     Args:
         mesh: As for `make_mesh`.
-        partition_spec: A PartitionSpec, or what YAML can say of one (`[["data", "fsdp"], null]`):
-            first the batch's axes, then those of the slots. None puts the batch over those of the
-            axes `data` and `fsdp` that the mesh has, the slots over `sequence`.
+        partition_spec: A PartitionSpec or its form in YAML (`[["data", "fsdp"], null]`): first the
+            axes of the batch, then those of the slots. None divides the batch over the axes `data`
+            and `fsdp`, as far as the mesh has them, and the slots over `sequence`.
         batch_size: The rows of a global batch.
-        fixed_width: All batches have one shape, so that a program compiled for it pays.
+        fixed_width: Whether all batches have one shape, so that compiling a program for it pays.
         accumulation_steps: A, which divides `batch_size`; the spec is that of one micro-batch.
 
     Raises:
@@ -164,15 +164,15 @@ class Placement:
                 fix="Make the mesh over devices of every process.",
             )
         self._micro_rows = self._local_rows()
-        # The batch's rows that this process reads, micro-batch after micro-batch.
+        # The batch's rows that this process reads, micro-batch by micro-batch.
         self.local_rows = np.concatenate(
             [a * self._micro_size + self._micro_rows for a in range(accumulation_steps)]
         )
-        # whether this process reads all rows, in their order
+        # whether this process reads all rows, in order
         self.whole = len(self.local_rows) == batch_size and accumulation_steps == 1
-        # Columns travel as one array and are parted on the devices: a call of a compiled program
-        # costs the interpreter a fraction of what putting four arrays does. This is not done over
-        # several processes, whose worker threads would launch the program in another order on each.
+        # Columns are transferred as one array and split on the devices: a call of a compiled
+        # program costs the interpreter a fraction of four device_puts. This is not done with
+        # several processes, because their threads would launch the program in different orders.
         whole = NamedSharding(self.mesh, PartitionSpec(None, *self.sharding.spec))
         one_program = fixed_width and self.sharding.is_fully_addressable
         self._part = (
@@ -189,8 +189,8 @@ class Placement:
             `{column: jax.Array[B, T]}`, with micro-batches jax.Array[A, B/A, T].
 
         Raises:
-            PlacementError: Slots do not divide over the mesh, or a column that is not [rows, slots]
-                meets a mesh of several processes.
+            PlacementError: Slots do not divide over the mesh, or a column is not [rows, slots] and
+                the mesh has several processes.
         """
         num_slots = next(iter(batch.values())).shape[-1]  # the tokens are the first column
         if num_slots % self._slot_ways:
@@ -230,9 +230,9 @@ class Placement:
         }
 
     def _local_rows(self) -> Int64:
-        """Returns the rows of a micro-batch that stand on a device of this process, ascending."""
+        """Returns the rows of a micro-batch that are on a device of this process, ascending."""
         mine = np.zeros(self._micro_size, dtype=bool)
-        # the fewest slots that divide; rows do not depend on how many
+        # the fewest slots that divide evenly; rows do not depend on their number
         shape = (*self._leading, self._micro_size, self._slot_ways)
         for index in self.sharding.addressable_devices_indices_map(shape).values():
             assert index is not None, "a sharding indexes every dimension"
@@ -260,11 +260,11 @@ class Placement:
 
 
 def _partition_spec(spec: Any, mesh: Mesh) -> PartitionSpec:
-    """Returns the PartitionSpec of batches, from one or from its form in YAML.
+    """Returns the PartitionSpec of batches, from a PartitionSpec or its form in YAML.
 
     Raises:
-        PlacementError: It is none, has too many entries, or names an axis that the mesh lacks or
-            twice.
+        PlacementError: It is not a PartitionSpec, has too many entries, or names an axis twice or
+            one that the mesh lacks.
     """
     from jax.sharding import PartitionSpec
 

@@ -1,12 +1,12 @@
-"""Items made ahead by threads, handed out in order, with a timeout that names the stage that hangs.
+"""Items made ahead by threads, returned in order, with a timeout that names the stage that hangs.
 
-item     the result of `make(index)`; indices count up from the start, one index is one batch
-ahead    how many items may be made or in the making beyond the one last taken: the bound of memory
-permit   an index that a worker may make; worker `index % workers` gets it once the bound allows it
+item     the result of `make(index)`; indices ascend from the start, and one index is one batch
+ahead    how many items may be finished or in progress after the last one taken; it limits memory
+permit   an index that a worker may make; worker `index % workers` gets it once `ahead` allows it
 
 Law: the items and their order are those of `make` called in a plain loop, for any number of workers
-and any `ahead`. An error of `make` is raised where its item was due, after all items before it. No
-thread outlives the prefetcher, an abandoned one included.
+and any `ahead`. An error of `make` is raised in place of its item, after all earlier items. No
+thread outlives the prefetcher, even if it is abandoned.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from easypipe.core.errors import StallError
 A = TypeVar("A")
 T = TypeVar("T")
 
-# A consumer that waits is woken for every single item, which costs as much as making a small one.
-# A consumer that sleeps so long finds several.
+# A waiting consumer is woken for every item, which costs as much as making a small item. After
+# sleeping this long, it finds several.
 BREATH_S = 0.0004
-JOIN_TIMEOUT_S = 10.0  # close() waits this long for a worker to finish the item at hand
+JOIN_TIMEOUT_S = 10.0  # close() waits this long for a worker to finish its current item
 
 log = logging.getLogger("easypipe")
 
 
-# Takes (index, enter) and returns the item of `index`, or None past the end. It calls
-# `enter(stage)` to say what it is doing, for the error of a stall.
+# Takes (index, enter) and returns the item of `index`, or None after the end. It calls
+# `enter(stage)` to say what it is doing, for the error about a stall.
 Make = Callable[[int, Callable[[str], None]], T | None]
 
 
 class Prefetcher(Iterator[T]):
-    """Iterates over `make(start), make(start + 1), ...` until it gives None.
+    """Iterates over `make(start), make(start + 1), ...` until it returns None.
 
     After any error the prefetcher is closed and every further `next` raises the same error: a
     failure never looks like the end of the data.
@@ -48,11 +48,11 @@ class Prefetcher(Iterator[T]):
     Args:
         make: Makes the item of an index.
         start: The first index.
-        workers: The threads.
-        ahead: The most items that they work ahead.
-        stall_timeout_s: How long `next` waits for one item. Past it StallError names the stage that
-            the item is in.
-        name: The name in errors and of the threads.
+        workers: The number of threads.
+        ahead: The most items that they make ahead.
+        stall_timeout_s: How long `next` waits for one item; after that, StallError names the stage
+            of the item.
+        name: The name of the threads, also used in errors.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Prefetcher(Iterator[T]):
         self._failure: BaseException | None = None
         for index in range(start, start + ahead):
             self._permit(index)
-        # Threads know their worker, never the prefetcher: dropping the prefetcher (a `break` in a
-        # for loop) is what ends them.
+        # Threads reference their worker, never the prefetcher, so that dropping the prefetcher (a
+        # `break` in a for loop) ends them.
         threads = [
             threading.Thread(target=_work, args=(worker,), name=f"easypipe-{name}-{i}", daemon=True)
             for i, worker in enumerate(self._workers)
@@ -137,14 +137,14 @@ class Prefetcher(Iterator[T]):
 class _Worker:
     """The state that one thread and the consumer share.
 
-    The queues need no lock of ours; each of the two other fields is written by one side alone.
+    The queues need no other lock; each of the two other fields is written by only one side.
     """
 
     make: Make[Any]
     permits: SimpleQueue[int | None] = field(default_factory=SimpleQueue)  # None: no more
-    # (None, None): past the end
+    # (None, None): after the end
     made: SimpleQueue[tuple[Any, BaseException | None]] = field(default_factory=SimpleQueue)
-    at: tuple[int, str, float] | None = None  # the index at hand, its stage, and since when
+    at: tuple[int, str, float] | None = None  # the current index, its stage, and its start time
     closed: bool = False
 
 
@@ -164,7 +164,7 @@ def _work(worker: _Worker) -> None:
         worker.made.put(outcome)
         if outcome[0] is None:
             return
-        # the consumer's alone from here on: an item must not live longer for this thread's sake
+        # only the consumer may hold it now: this thread must not keep an item alive
         del outcome
 
 
@@ -197,7 +197,7 @@ def _stop(
 
 
 class InOrder(Iterator[T]):
-    """Makes the same items without threads, each when it is asked for.
+    """Makes the same items without threads, each on request.
 
     After an error the same item is tried again.
     """
@@ -225,11 +225,11 @@ def _no_stage(stage: str) -> None:
 class ReadPool:
     """`workers` threads, and `waiting` more, that do what is submitted, in that order.
 
-    They start with the first call, and are daemons: a read that hangs for ever keeps no process
-    from ending.
+    They start with the first call, and are daemons, so that a hanging read does not keep the
+    process from ending.
 
     Attributes:
-        turns: Admits as many of them as work at a time; the others wait for storage.
+        turns: Admits the threads that may work at a time; the others wait for storage.
     """
 
     def __init__(self, workers: int, name: str, *, waiting: int = 0) -> None:
@@ -241,7 +241,7 @@ class ReadPool:
             threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True)
             for i in range(workers + waiting)
         ]
-        # Guards the first call against the end, which garbage collection may bring in the midst of
+        # Protects the first call from close(), which garbage collection may call in the middle of
         # it.
         self._lock = threading.RLock()
         self._started = self._closed = False
@@ -264,9 +264,9 @@ class ReadPool:
         return future
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the threads; what has not begun is cancelled.
+        """Ends the threads; calls that have not started are cancelled.
 
-        With `wait` it waits for reads at hand, at most JOIN_TIMEOUT_S. It is safe to call twice.
+        With `wait` it waits for current reads, at most JOIN_TIMEOUT_S. It is safe to call twice.
         """
         with self._lock:
             self._closed = True
@@ -276,7 +276,7 @@ class ReadPool:
             self._tasks.put(None)
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         for thread in self._threads if wait else ():
-            # Garbage is collected on any thread, one of these included.
+            # Garbage may be collected on any thread, including one of these.
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -291,4 +291,4 @@ class ReadPool:
                 future.set_result(call(argument))
             except BaseException as error:  # noqa: BLE001 - it is raised again where the result is asked for
                 future.set_exception(error)
-            del task, future, argument  # the result must not live longer for this thread's sake
+            del task, future, argument  # this thread must not keep the result alive

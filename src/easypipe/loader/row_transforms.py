@@ -1,6 +1,6 @@
 """Random changes to single rows, the same for any number of processes and workers.
 
-row     counted over the whole run (rows.py)
+row     a row of the whole run (rows.py)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHANGEABLE = (INPUT_IDS, LOSS_MASK)
 class RowTransform(Protocol):
     """A function of one row and of random bits.
 
-    Law: what it makes of a row depends on its arguments alone. Several threads call it at once.
+    Law: its result depends only on its arguments. Several threads call it at the same time.
     """
 
     def __call__(self, columns: dict[str, Int32], key: int, /) -> Mapping[str, Integers] | None:
@@ -37,7 +37,7 @@ class RowTransform(Protocol):
             key: 64 random bits, for example for `np.random.Generator(np.random.PCG64(key))`.
 
         Returns:
-            Those of the first two columns that it made anew, or None.
+            New arrays for one or both of the first two columns, or None.
         """
         ...
 
@@ -46,7 +46,7 @@ class MappedRows(DerivedRows):
     """The rows of another Rows, each changed by one function.
 
     The key of a row is `fold(seed, "row_transform", n, epoch, row)`, where n counts the transforms
-    below this one. Reading raises SourceError naming the row where the function returns what is not
+    below this one. Reading raises a SourceError that names the row if the function's result is not
     a column of it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""LoaderState: where a loader stands, how its data or batches changed, and what may on resume."""
+"""LoaderState: a loader's position, how its data or batches changed, and what may on resume."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from easypipe.loader.steps import Begin
 
 VERSION = 1
 COMPONENTS = ("sources", "tokenizer", "config", "plan")
-MAX_DATASETS = 16  # a state names so many; with more it says only that the sources changed
-MAX_CHANGES = 12  # of one run: each is kept in every later state, which has to stay small
+MAX_DATASETS = 16  # a state names at most this many; with more, only the sources as a whole
+MAX_CHANGES = 12  # of one run: each is kept in every later state, which must stay small
 SHORT = 8  # hex digits of a digest that a change keeps
 
 log = logging.getLogger("easypipe")
@@ -32,18 +32,18 @@ class LoaderState:
     It is the same for any number of processes, workers and batches in flight.
 
     Args:
-        batch: The batches that were yielded.
+        batch: The number of batches yielded.
         row: The first row of the next batch, counted over the whole run.
-        components: A digest each of sources, tokenizer, config and plan, so that a refusal can say
+        components: The digests of sources, tokenizer, config and plan, so that an error can say
             which changed.
-        config: The settings that decide what stands in a batch, the choices of the plan (`plan.`),
-            and the beginnings of a digest per dataset, so that a refusal can say what changed.
-        hint: Where the plan's scan may start. It changes speed, never a result.
-        changes: What was allowed to differ when the run was resumed, oldest first: `{"batch": 5,
-            "row": 40, "sources": [was, is]}` with the beginnings of the two digests. Batches are
-            counted on from the last of them.
-        epoch: The pass under way of a loader that has passes (EpochLoader); batches and rows are
-            counted in it.
+        config: The settings that decide the content of a batch, the choices of the plan (`plan.`),
+            and a shortened digest per dataset, so that an error can say what changed.
+        hint: Where the plan's scan may start. It affects speed, never a result.
+        changes: The changes allowed when the run was resumed, oldest first: `{"batch": 5, "row":
+            40, "sources": [was, is]}` with the shortened digests. Counting of batches continues
+            from the last change.
+        epoch: The current pass of a loader that has passes (EpochLoader); batches and rows are
+            counted within it.
     """
 
     batch: int
@@ -56,9 +56,9 @@ class LoaderState:
 
     @property
     def begin(self) -> Begin:
-        """Where batches are counted from.
+        """The place from which batches are counted.
 
-        It is the start of the run, or where the run last went on with something changed.
+        It is the start of the run, or where the run was last resumed with a change.
         """
         return (
             Begin(self.changes[-1]["batch"], self.changes[-1]["row"]) if self.changes else Begin()
@@ -77,7 +77,7 @@ class LoaderState:
         """Reads a state that `to_json` wrote.
 
         Raises:
-            StateError: `text` is not a whole, unaltered state of this version.
+            StateError: `text` is not a complete, unchanged state of this version.
         """
         try:
             values = dict(text) if isinstance(text, Mapping) else json.loads(text)
@@ -120,7 +120,7 @@ class LoaderState:
         """Returns the components that changed since this state was saved, and a sentence about
         them.
 
-        The result is ([], "") where nothing changed.
+        The result is ([], "") if nothing changed.
         """
         names = [name for name in COMPONENTS if self.components.get(name) != components[name]]
         details = [
@@ -139,17 +139,17 @@ class LoaderState:
         config: Json,
         allow_changed: Collection[str] = (),
     ) -> LoaderState:
-        """Returns this state, or what it becomes where components changed since it was saved.
+        """Returns this state, with the changes of components since it was saved.
 
         Args:
-            components: The digests of now.
-            config: The settings of now.
+            components: The current digests.
+            config: The current settings.
             allow_changed: The components that may have changed.
 
         Raises:
-            StateError: A component changed that `allow_changed` does not name; the message names
-                every component that changed. Or the run was changed too often already.
-            ConfigError: A name in `allow_changed` is not that of a component.
+            StateError: A component changed that `allow_changed` does not name (the message names
+                every changed component), or the run was already changed too often.
+            ConfigError: A name in `allow_changed` is not a component.
         """
         for name in allow_changed:
             problem = f"a state has no component {name!r}"
@@ -182,7 +182,7 @@ class LoaderState:
             for name in changed
         }
         change = {"batch": self.batch, "row": self.row, **digests}
-        # the hint would lead into another plan
+        # the hint belongs to another plan
         hint = None if {"sources", "plan"} & set(changed) else self.hint
         return replace(
             self, components=components, config=config, hint=hint, changes=(*self.changes, change)

@@ -1,6 +1,6 @@
-"""Which rows stand in which batch: arithmetic over batch sizes, which may change by step.
+"""Which rows are in which batch, computed from batch sizes, which may change by step.
 
-step    the number of a batch, from 0: one batch is one training step
+step    the number of a batch, counted from 0: one batch is one training step
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Begin(NamedTuple):
 
 
 class Steps:
-    """The rows of every batch, where batches may change their size.
+    """The rows of every batch; the batch size may change.
 
     Args:
         batch_size: The rows of a batch from step 0 on.
-        schedule: (step, rows of a batch from there on), steps ascending.
-        begin: (0, 0), or where a run goes on after its configuration was changed.
+        schedule: (step, rows of a batch from that step on), in ascending order.
+        begin: (0, 0), or where a run continues after its config was changed.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Steps:
         self.begin = begin or Begin()
         self._first = [step for step, _ in points]
         self._sizes = [size for _, size in points]
-        # the rows before the first step of each point, as if they were counted from step 0
+        # the rows before the first step of each point, as if counted from step 0
         self._rows = [0]
         for (step, size), (after, _) in itertools.pairwise(points):
             self._rows.append(self._rows[-1] + (after - step) * size)
@@ -43,7 +43,7 @@ class Steps:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Every batch size there is, ascending."""
+        """All batch sizes, ascending."""
         return tuple(sorted(set(self._sizes)))
 
     def at(self, step: int) -> tuple[int, int]:
@@ -67,17 +67,17 @@ class Steps:
         return tuple(one for one in counts if one[0])
 
     def full(self, num_rows: int) -> int:
-        """Returns how many batches, from the first on, `num_rows` rows fill."""
+        """Returns how many batches `num_rows` rows fill, from the first on."""
         i, left = self._point(num_rows)
         return self._first[i] + left // self._sizes[i]
 
     def needed(self, num_rows: int) -> int:
-        """Returns how many batches hold all of `num_rows` rows, the last of them full or not."""
+        """Returns how many batches `num_rows` rows need; the last may not be full."""
         i, left = self._point(num_rows)
         return self._first[i] - -left // self._sizes[i]
 
     def _point(self, num_rows: int) -> tuple[int, int]:
-        """Returns the point in whose steps the rows end, and how many of them stand there."""
+        """Returns the point after which the rows end, and how many of them come after it."""
         rows = max(num_rows - self._skip, 0)
         i = bisect_right(self._rows, rows) - 1
         return i, rows - self._rows[i]

@@ -1,15 +1,15 @@
 """The build record: the config and stages that made a cache or saved folder, for `verify --repair`.
 
-It lies in configs/<name>.json, where name is the key of a manifest of that cache, or the
-fingerprint of a saved folder, and holds:
+The file is configs/<name>.json; the name is the key of a manifest of that cache, or the fingerprint
+of a saved folder. It holds:
 
     config: A PipelineConfig without its stages.
-    stages: [[name, config], ...], the stages behind source().
+    stages: [[name, config], ...], the stages after source().
     folder: The folder from which relative paths start.
-    unknown: Why the data cannot be made again from this file alone, "" where it can.
+    unknown: Why this file is not enough to make the data again; "" if it is.
 
-It is a convenience beside the data and no part of it: equal rows make equal folders, whoever made
-them from whatever files. Credentials are left out, and so is whatever runs code.
+The record is not a part of the data: equal rows make equal folders, whatever files they came from.
+It leaves out credentials, and everything that runs code.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ log = logging.getLogger("easypipe")
 class Chain:
     """A chain of stages, which writes the build records of its datasets.
 
-    What it says of all of them is put together once.
+    What is common to all records is computed once.
 
     Attributes:
-        stages: The stages behind source().
+        stages: The stages after source().
         context: The context of the pipeline.
     """
 
@@ -58,12 +58,12 @@ class Chain:
     def remember(
         self, name: str, folder: CacheFolder | None = None, dataset: DatasetConfig | None = None
     ) -> None:
-        """Writes the build record, where the folder can be written to and none says enough already.
+        """Writes the build record, unless the folder is read-only or has a sufficient one.
 
         Args:
-            name: The name of the file, see the top of this module.
+            name: The name of the file; see the top of this module.
             folder: The folder to write into; None takes the pipeline's.
-            dataset: The only dataset that `name` was made of; None: all are needed.
+            dataset: The only dataset that `name` was made from; None: all are needed.
         """
         kept: CacheFolder | None = self.context.cache
         own = CacheFolder(self.context.cache_dir) if kept is None else kept
@@ -93,8 +93,8 @@ class Chain:
 
     @functools.cached_property
     def _shared(self) -> tuple[JsonObject, list[Any], list[str]]:
-        """(the config without its datasets, the stages, why these are not enough)."""
-        # `pack` stays in the config: tokenize() cuts conversations by it
+        """Returns (the config without its datasets, the stages, why these are not enough)."""
+        # `pack` stays in the config, because tokenize() uses it to cut conversations
         without = {name: None for name in (*STAGES, "load") if name != "pack"}
         config = fields_of(settings_of(self.context), secret=False)
         config |= {**without, "datasets": None, "executor": "local"}
@@ -116,8 +116,8 @@ def recall(name: str, folder: CacheFolder) -> Json:
     """Reads the build record that `Chain.remember` wrote.
 
     Raises:
-        ConfigError: There is none, or it is not enough to make the data again; the message says
-            what to give.
+        ConfigError: There is no record, or it is not enough to make the data again; the message
+            says what to give.
     """
     fix = "Give the config that made it: easypipe verify PATH CONFIG.YAML --repair."
     kept = _read(folder, name)
@@ -138,11 +138,11 @@ def recall(name: str, folder: CacheFolder) -> Json:
 def recall_saved(path: str, folder: CacheFolder) -> Json:
     """Reads the build record of a saved folder.
 
-    Where the folder's manifest cannot be read, the names of its shards tell which record it is.
+    If the folder's manifest cannot be read, the names of its shards identify the record.
     """
     try:
         fingerprint = saved.read_manifest(path).fingerprint
-    except EasypipeError:  # the manifest is what is broken
+    except EasypipeError:  # the manifest is broken
         known = [
             name.removesuffix(".json")
             for name in storage.names_in(folder.at(CONFIGS), folder.options)
@@ -160,7 +160,7 @@ def _path(folder: CacheFolder, name: str) -> Path | str:
 
 
 def _read(folder: CacheFolder, name: str) -> Json:
-    """Returns a build record; {} where there is none or it cannot be read."""
+    """Returns a build record; {} if there is none or it cannot be read."""
     try:
         kept = recall_checked(
             _path(folder, name),
@@ -175,7 +175,7 @@ def _read(folder: CacheFolder, name: str) -> Json:
 
 
 def _reasons(value: Any, at: str) -> list[str]:
-    """Returns why plain values cannot stand for everything in `value`."""
+    """Returns why plain values cannot express everything in `value`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = fields_of(value, secret=False)
     if isinstance(value, Mapping):

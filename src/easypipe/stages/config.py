@@ -28,22 +28,22 @@ from easypipe.transforms.tokenizer.config import TokenizerConfig
 class PipelineConfig:
     """Everything that a pipeline needs.
 
-    A stage that is called without a config of its own takes its section of this one.
+    A stage that is called without a config takes its section of this one.
 
     Args:
         default_tokenizer: The tokenizer of datasets without one, if the tokenize stage names none
             either.
-        seed: Seed of every order in the pipeline; None draws one, logs it and keeps it in
+        seed: The seed of every order in the pipeline; None draws one, logs it and stores it in
             `pipeline.get_context().seed`.
         cache_dir: The folder of tokens, indexes and plans; None takes EASYPIPE_CACHE, else the
             user's cache folder. If it is a URL (`s3://`, `gs://`), only tokens are stored there;
             locks, indexes and plans stay in the user's cache folder.
         cache: How a cache_dir (or a dataset's cache_path) that is a URL is reached and read.
-        streaming: Read forward and tokenize while training: no row is counted, no token kept.
-            docs/streaming.md says what differs.
-        num_streams: With streaming, the number of canonical streams that the rows of a batch belong
-            to. It divides the batch size, and decides the order; at most as many processes can
-            share the reading. None takes the largest divisor of the batch size up to 8.
+        streaming: Read forward and tokenize while training: rows are not counted and tokens are not
+            stored. docs/streaming.md describes the differences.
+        num_streams: With streaming, the number of canonical streams that the rows of a batch come
+            from. It must divide the batch size and decides the order; at most this many processes
+            can share the reading. None takes the largest divisor of the batch size up to 8.
         executor: Where to tokenize. "local": threads of this process. "ray": tasks on a Ray cluster
             (extra `ray`) whose machines all see the sources and cache_dir; the tokens are
             byte-equal.
@@ -66,11 +66,11 @@ class PipelineConfig:
 
     @cached_property
     def _by_name(self) -> Mapping[str, DatasetConfig]:
-        """The datasets by name, made once: each of thousands of them is looked up."""
+        """The datasets by name, computed once because there may be thousands of look-ups."""
         return {str(dataset.name): dataset for dataset in self.datasets}
 
     def validate(self) -> list[str]:
-        """Returns what is wrong between the parts; each part has checked itself when it was made.
+        """Returns conflicts between the parts; each part was checked when it was made.
 
         `Pipeline.from_config` raises the first of these problems.
         """
@@ -87,12 +87,12 @@ class PipelineConfig:
         return dataclasses.replace(self, datasets=tuple(named))
 
     def problems(self) -> list[ConfigError]:
-        """Returns the errors that `validate` gives as texts."""
+        """Returns the errors that `validate` returns as texts."""
         return list(self._problems())
 
     @property
     def endless(self) -> str | None:
-        """The option because of which batches of this data never end; None where they end."""
+        """The option that makes the batches of this data endless; None if they end."""
         load, mix = self.load or LoadStageConfig(), self.mix
         if mix is None and len(self.datasets) > 1:
             mix = MixStageConfig()
@@ -104,14 +104,14 @@ class PipelineConfig:
         return "load.num_epochs: null" if load.num_epochs is None else None
 
     def _passes(self) -> Iterator[ConfigError]:
-        """Yields the error of a number of passes over a mixture that is drawn once."""
+        """Yields the error for a number of passes over a mixture that is drawn once."""
         passes = 1 if self.load is None else self.load.num_epochs
         mix = self.mix or (MixStageConfig() if len(self.datasets) > 1 else None)
         if mix is not None and mix.stop_strategy == "restart" and passes not in (1, None):
             yield restarts(passes, "the mixture", endless=self.endless is not None)
 
     def _problems(self) -> Iterator[ConfigError]:
-        """Yields the errors between the parts of the config."""
+        """Yields the errors for conflicts between the parts of the config."""
         if not self.datasets:
             yield no_datasets()
         names = [dataset.name or f"dataset{i}" for i, dataset in enumerate(self.datasets, start=1)]
@@ -154,9 +154,9 @@ def _refused(check: Callable[[], None]) -> Iterator[ConfigError]:
 
 
 def _streaming_problems(config: PipelineConfig) -> Iterator[ConfigError]:
-    """Yields what the config asks for and streaming cannot do.
+    """Yields errors for what the config asks for and streaming cannot do.
 
-    Without streaming, it yields the options that only streaming has.
+    Without streaming, it yields errors for options that only streaming has.
     """
     if not config.streaming:
         if config.num_streams is not None:
@@ -167,7 +167,7 @@ def _streaming_problems(config: PipelineConfig) -> Iterator[ConfigError]:
             )
         return
     stages = fields_of(config)
-    for at in ("tokenize", "mix", "pack", "load"):  # save() is refused where it is called
+    for at in ("tokenize", "mix", "pack", "load"):  # save() itself raises the error
         yield from _refused(partial(require_streamable, at, stages[at]))
     if config.order.block_rows > 1:
         yield ConfigError(

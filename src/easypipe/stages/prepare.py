@@ -1,4 +1,4 @@
-"""Prepares the datasets of a chain, some at a time; repairs and checks again what it made."""
+"""Prepares the datasets of a chain, several at a time; repairs and checks again what it made."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from easypipe.stages.tokenize.documents import EncodedSource, cached_of, require
 
 log = logging.getLogger("easypipe")
 
-# Files of a dataset so small take less time to tokenize than to commit, which is waiting for the
-# disk: as many such datasets are prepared at the same time.
+# A dataset of at most this size takes less time to tokenize than to commit, which waits for the
+# disk: several such datasets are prepared at the same time.
 SMALL_BYTES = 1 << 20
 AT_ONCE = 8
 
-# the stages of a pipeline, each with what it made
+# the stages of a pipeline, each with the sources that it made
 Steps = Sequence[tuple[BaseStage, Mapping[str, ShardedSource]]]
 
 
 def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Verification, ...]:
     """Repairs what is broken in `path`, as far as this pipeline makes it.
 
-    A token cache is repaired where the pipeline keeps tokens there, a saved folder where one of its
-    save() stages writes there. What the pipeline does not make stays broken.
+    A token cache is repaired if the pipeline stores its tokens there, and a saved folder if one of
+    its save() stages writes there. Other files stay broken.
 
     Returns:
-        What `verify` says afterwards, which names what is still broken.
+        The findings of `verify` afterwards, which name what is still broken.
 
     Raises:
         ConfigError: `path` is neither a token cache nor a saved folder.
@@ -80,8 +80,8 @@ def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -
         for target in stage.targets(data, context):
             if place_of(target.folder) != folder:
                 continue
-            # Without a manifest it is unknown which bytes are right, so everything is written again
-            # beside what is there.
+            # Without a manifest the right bytes are unknown, so everything is written again next to
+            # the existing files.
             options = target.config.storage_options
             lost = manifest in files and storage.exists(manifest, options)
             config = dataclasses.replace(target.config, overwrite=target.config.overwrite or lost)
@@ -93,16 +93,16 @@ def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -
 def prepare_sources(
     data: Mapping[str, ShardedSource], context: PipelineContext, num_epochs: int | None
 ) -> None:
-    """Fills the token caches, and plans as far as there is a plan.
+    """Fills the token caches, and makes the plans, if there are any.
 
     Args:
         data: The sources at the end of the chain.
-        num_epochs: How many epochs are planned; None: without end.
+        num_epochs: How many epochs are planned; None: endless.
     """
     for at_once, some in itertools.groupby(documents_of(data, context), _at_once):
         each(EncodedSource.materialize, [*some], at_once, "prepare")
-    # Temporary files of a killed process: if another process wrote what it was writing, no one else
-    # cleans them up.
+    # Sweeps temporary files of a killed process; if another process has written the same files,
+    # nothing else removes them.
     for name in ("indexes", "manifests", CONFIGS):
         storage.sweep(context.cache_dir / name)
     for name, planned in ((name, planned_of(source)) for name, source in data.items()):
@@ -121,7 +121,7 @@ def _at_once(documents: EncodedSource) -> int:
 def documents_of(
     data: Mapping[str, ShardedSource], context: PipelineContext
 ) -> Iterator[EncodedSource]:
-    """Yields every dataset behind these sources that has a token cache."""
+    """Yields every dataset under these sources that has a token cache."""
     for name, source in data.items():
         planned, names = planned_of(source), source.schema.names
         parts: Sequence[ShardedSource] = ()

@@ -33,7 +33,7 @@ from easypipe.stages.tokenize.documents import is_documents, trained_turns
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What `Pipeline.build()` saved: the folders, their ledger, and what went to the Hub."""
+    """What `Pipeline.build()` saved: the folders, their ledger, and what was pushed to the Hub."""
 
     folders: tuple[SavedFolder, ...]
     ledger: Ledger = field(repr=False)
@@ -46,7 +46,7 @@ class SaveReport:
 
     @property
     def rejected(self) -> dict[str, dict[str, int]]:
-        """For each dataset the rows that became nothing, by reason, from all stages."""
+        """For each dataset, how many rows all stages rejected, by reason."""
         lost: dict[str, Counter[str]] = {}
         for entry in self.ledger.entries:
             if entry.unit == "rows" and entry.stage in ("tokenize", "save"):
@@ -56,7 +56,7 @@ class SaveReport:
         return {dataset: dict(+counts) for dataset, counts in lost.items() if +counts}
 
     def __str__(self) -> str:
-        """Says what was written and what was left out."""
+        """Returns what was written and what was left out, as text."""
         said = [f"{folder.path}: {folder.num_rows} rows" for folder in self.folders]
         left = [
             f"{name}: left out {sum(why.values())} "
@@ -76,7 +76,7 @@ class SaveStage(BaseStage):
         return "save"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
-        """Checks that every dataset can be written; writes nothing.
+        """Checks that every dataset can be written; it writes nothing.
 
         Raises:
             ConfigError: A mixture never ends, or its rows do not fit the format.
@@ -106,7 +106,7 @@ class SaveStage(BaseStage):
         ]
 
     def publication(self, folders: Sequence[SavedFolder]) -> Publication | None:
-        """Returns what is to be pushed of the written folders; None where nothing is."""
+        """Returns what to push of the written folders; None if nothing is pushed."""
         if not (self.config.push_to_hub and folders):
             return None
         assert self.config.hub_repo_id is not None
@@ -149,9 +149,9 @@ class SaveStage(BaseStage):
 
 
 def rows_of(target: Target, context: PipelineContext) -> Rows:
-    """Returns what is written of a source, prepared.
+    """Returns the rows to write of a source, prepared.
 
-    Token documents come from their cache, everything else is written as it is.
+    Token documents come from their cache; everything else is written unchanged.
     """
     source = rows = target.source
     info, planned = info_of(source), planned_of(source)

@@ -1,4 +1,4 @@
-"""Which options of each stage streaming refuses and why; the error for questions to a plan."""
+"""Which options of each stage streaming does not have, and why; the error for uses of a plan."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from easypipe.core.config import fields_of
 from easypipe.core.errors import ConfigError, require
 
-# The options of each stage that streaming knows. Every other option is refused where it is not at
-# its default.
+# The options of each stage that streaming has. Every other option is an error unless it has its
+# default value.
 KNOWN = {
     "tokenize": {"default_tokenizer", "max_length", "batch_size", "num_workers", "cache_tokenized"},
     "mix": {
@@ -64,7 +64,7 @@ WHY = {
 
 
 def require_streamable(at: str, config: Any) -> None:
-    """Checks that streaming knows every option of the stage `at` that is set.
+    """Checks that streaming has every option of the stage `at` that is set.
 
     Raises:
         ConfigError: An option has no meaning in streaming.
@@ -97,7 +97,7 @@ def require_streamable(at: str, config: Any) -> None:
 
 
 def no_plan() -> ConfigError:
-    """Returns the error for questions that need a plan, which streaming does not have."""
+    """Returns the error for methods that need a plan, which streaming does not have."""
     return ConfigError(
         at="streaming",
         problem="streamed data is not counted or cached, so there is no plan, no token "

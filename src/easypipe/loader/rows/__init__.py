@@ -1,1 +1,1 @@
-"""Rows by number: planned over token caches, stored in files, or given by objects."""
+"""Rows by number: planned over token caches, stored in files, or returned by objects."""

@@ -1,7 +1,7 @@
 """Values of aligned columns, and the dataset, of each token of a row, joined over datasets.
 
-Loss weights belong to labels as other values belong to tokens: a weight moves with the label that
-its token becomes.
+Loss weights belong to labels, other values to tokens: a weight is shifted with the label that its
+token becomes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from easypipe.loader.rows.gather import NO_CHECKS, Tables, copy, find, token_beh
 from easypipe.plan.window import View
 
 NONE_BEHIND = np.empty((0, 0), np.uint8)
-# It has no values at rest: the window tells them.
+# It has no stored values: the window provides them.
 OF_SOURCES = AlignedColumn(name=SOURCE_IDS, dtype="uint16")
 
 
 def joined_columns(
     each: Sequence[tuple[str, Sequence[AlignedColumn]]],
 ) -> tuple[AlignedColumn, ...]:
-    """Returns the aligned columns of datasets that are mixed, by name.
+    """Returns the aligned columns of mixed datasets, by name.
 
     Raises:
         ConfigError: The columns of the datasets differ.
@@ -69,12 +69,12 @@ def _said(column: AlignedColumn) -> str:
 class ValueWriter:
     """Collects the values of aligned columns for `num_rows` rows of `num_slots` slots.
 
-    They are zeros in padding and, but for weights, where an EOS was added.
+    They are zeros in padding and, except for weights, at an added EOS.
 
     Args:
         columns: The aligned columns.
-        runs: The rows are those of strategy "concat".
-        joined: Each of those rows is one segment.
+        runs: Whether the rows are those of strategy "concat".
+        joined: Whether each of those rows is one segment.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class ValueWriter:
         values: Mapping[str, UInt64],
         check: Callable[[Int64], None] | None,
     ) -> None:
-        """Writes the values of those of `rows` that stand in the window.
+        """Writes the values of those of `rows` that are in the window.
 
         Args:
             view: The window.
             rows: Int64[R].
-            tables: Where the documents lie.
-            values: For each column, where the values of each part begin; 0 where its dataset has no
+            tables: Where the documents are.
+            values: For each column, where the values of each part begin; 0 if its dataset has no
                 such column.
-            check: As `Tokens.check`; None where everything was checked.
+            check: As `Tokens.check`; None if everything was checked.
         """
         todo = NO_CHECKS if check is None else np.empty((2, ROOM), np.int64)
         for column in self.columns:
@@ -128,7 +128,7 @@ class ValueWriter:
                 check(todo[:, :count])
 
     def at_rest(self) -> dict[str, Array]:
-        """Returns the columns at rest: each value where its token stands."""
+        """Returns the stored columns: each value at the slot of its token."""
         ahead = {LOOK_AHEAD_WEIGHT: self.behind} if len(self.behind) else {}
         return {**self.values, **ahead}
 
@@ -150,7 +150,7 @@ def copy_values(
         column: The aligned column.
         documents: For each document its dataset, its number there, and where its tokens begin in
             the result.
-        tables: Where the documents lie.
+        tables: Where the documents are.
         addresses: Where the values of each part begin.
     """
     out = column.empty(1, int(documents[2][-1]))[0]
@@ -159,7 +159,7 @@ def copy_values(
 
 
 def _neutral(column: AlignedColumn) -> UInt8:
-    """Returns, as bytes, the value of a token whose dataset lacks the column."""
+    """Returns, as bytes, the value of a token of a dataset without the column."""
     fill = np.full(max(1, column.width), NEUTRAL.get(column.name, 0), column.kind)
     return fill.view(np.uint8)
 
@@ -171,14 +171,13 @@ def _write(view, rows, tables, addresses, rule, into, todo):
     Args:
         view: The fields of a View.
         tables: The fields of a Tables.
-        rule: (UInt8[size], the value of a token where there is no such column; whether an added EOS
-            has the value of the token before it; joined; slots of a row).
-        into: UInt8[R, slots * size] and, where weights of labels behind rows are wanted, UInt8[R,
+        rule: (UInt8[size], the value of a token without such a column; whether an added EOS has the
+            value of the token before it; joined; slots of a row).
+        into: UInt8[R, slots * size] and, if the weights of labels after rows are needed, UInt8[R,
             size].
 
     Returns:
-        How many blocks of `todo` have to be checked first; where there is one, the call is to be
-        repeated.
+        How many blocks of `todo` must be checked first; if it is not 0, the call must be repeated.
     """
     view, tables = View(*view), Tables(*tables)
     fill, repeat, joined, num_slots = rule
@@ -200,7 +199,7 @@ def _write(view, rows, tables, addresses, rule, into, todo):
             copied = min(length, end - begin)
             here = out[r, slot * size : (slot + copied) * size]
             unchecked = _take(tables, part, addresses, (begin, fill), here, todo, unchecked)
-            if length > copied and repeat:  # behind them stands an EOS that was added
+            if length > copied and repeat:  # an added EOS follows them
                 last = out[r, (slot + copied) * size : (slot + length) * size]
                 token = end - 1 if end > first else np.int64(-1)
                 unchecked = _take(tables, part, addresses, (token, fill), last, todo, unchecked)
@@ -220,7 +219,7 @@ def _write(view, rows, tables, addresses, rule, into, todo):
 
 @jit
 def _write_sources(view, rows, out):
-    """Writes UInt16[R, T], the dataset of every token of those rows that stand in the window."""
+    """Writes UInt16[R, T], the dataset of every token of those rows that are in the window."""
     view = View(*view)
     for r in range(rows.shape[0]):
         row = rows[r] - view.first_row
@@ -243,10 +242,9 @@ def _copy(documents, tables, addresses, fill, out):
 
 @jit
 def _take(tables, part, addresses, which, out, todo, unchecked):
-    """Copies the values of the tokens from a first one on, as many as `out` (UInt8) has room for.
+    """Copies the values of tokens from a first one on, as many as `out` (UInt8) has room for.
 
-    `which` is (the first token of the part, -1 for none; UInt8[size], the value where there is no
-    column).
+    `which` is (the first token of the part, -1 for none; UInt8[size], the value without a column).
     """
     token, fill = which
     size, address = fill.shape[0], addresses[part]

@@ -1,4 +1,4 @@
-"""Reads whole documents from token caches, for saving a mixture that is not packed."""
+"""Reads whole documents from token caches, for saving an unpacked mixture."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from easypipe.loader.rows.gather import NO_CHECKS, copy, copy_ids, find, tables
 
 
 class Documents(NamedTuple):
-    """n documents, of which document i has the tokens `ids[offsets[i] : offsets[i + 1]]`.
+    """n documents; document i has the tokens `ids[offsets[i] : offsets[i + 1]]`.
 
     Attributes:
         offsets: Int64[n+1].
         ids: Int32[total].
-        mask: UInt8[total] if it was asked for, else empty.
+        mask: UInt8[total] if it was requested, else empty.
         values: The values of aligned columns, [total] or [total, width].
     """
 
@@ -47,7 +47,7 @@ def gather_documents(
         caches: The token caches.
         dataset: Int32[n], the number of each document's cache.
         docs: Int64[n], the number of each document within its cache.
-        with_mask: Whether to read loss masks; a mask is 1 where a cache has none.
+        with_mask: Whether to read loss masks; the mask is 1 for a cache without one.
         aligned: The aligned columns to read.
 
     Raises:

@@ -1,10 +1,10 @@
 """The gather kernels: find the pieces of rows, copy tokens and masks into a batch, without the GIL.
 
-piece    a run of tokens of one document that stands in one row
+piece    consecutive tokens of one document in one row
 part     a mapped file of one dataset's token cache (cache/reader.py)
-stored   a document's tokens in the cache, without an EOS that is added to it
-held     a piece that goes on with a document of another row, whose first token is no target: what
-         is trained there follows a prompt, which the piece lacks
+stored   said of a document's tokens in the cache, without an added EOS
+held     said of a piece that continues a document from another row, if the document's first token
+         is not a target: its targets follow a prompt that the piece lacks
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from easypipe.core.values import Int64, UInt64
 from easypipe.loader.collate import shift_labels
 from easypipe.plan.window import View
 
-NO_CHECKS = np.empty((2, 0), np.int64)  # `todo` where everything was checked
+NO_CHECKS = np.empty((2, 0), np.int64)  # `todo` if everything was checked
 CACHE_LINE = 64  # bytes that the processor reads from memory at a time
 
 
 class Tables(NamedTuple):
-    """The buffers of all datasets, one after the other. D datasets, P parts in all.
+    """The buffers of all datasets, concatenated. D datasets, P parts in all.
 
     first_part          Int64[D+1]  parts before each dataset, and in all
-    first_doc           Int64[P+D]  of dataset d at `first_part[d] + d`: documents of d before each
+    first_doc           Int64[P+D]  for dataset d at `first_part[d] + d`: documents of d before each
                                     of its parts, and in all
     ids, offsets, mask  UInt64[P]   addresses; a mask of 0 means that every token is a target
     id_bytes            Int64[D]    2 or 4
-    file, checked       UInt64[P]   addresses: of the part's file, and of the flags of what was
-                                    checked of it; 0 where nothing has to be
+    file, checked       UInt64[P]   addresses: of the part's file, and of the flags of its checked
+                                    blocks; 0 if nothing has to be checked
     """
 
     first_part: Int64
@@ -70,14 +70,14 @@ def eos_ids(eos: int | Sequence[int] | None, datasets: int) -> Int64:
 
 @jit
 def find(tables, dataset, doc, todo, unchecked):
-    """Finds the part that document `doc` of `dataset` lies in.
+    """Finds the part that contains document `doc` of `dataset`.
 
     It is the last part that starts at or before the document.
 
     Returns:
-        The part, -1 where its index has to be checked first, which is then noted in `todo`; the
-        document's first token in the part; the token behind its last; and the blocks that are noted
-        in `todo` by now.
+        The part, or -1 if its index must be checked first, which is then noted in `todo`; the
+        document's first token in the part; the token after its last; and the number of blocks noted
+        in `todo` so far.
     """
     # a range of first_doc: see Tables
     low, high = tables.first_part[dataset] + dataset, tables.first_part[dataset + 1] + dataset
@@ -100,15 +100,15 @@ def find(tables, dataset, doc, todo, unchecked):
 
 @jit
 def touch(tables, part, span, todo, unchecked):
-    """Notes in `todo` the blocks of tokens, and of their flags, that have to be checked first.
+    """Notes in `todo` the blocks of tokens, and of their flags, that must be checked first.
 
-    It is called only where `todo` has room: to hand all tables over takes time.
+    It is called only if `todo` has room, because passing all tables takes time.
 
     Args:
-        span: The first token, how many, and the bytes of one.
+        span: The first token, the number of tokens, and the bytes of one.
 
     Returns:
-        How many blocks are noted by now.
+        How many blocks are noted so far.
     """
     checked, file = tables.checked[part], tables.file[part]
     if checked != 0:
@@ -125,25 +125,25 @@ def touch(tables, part, span, todo, unchecked):
 def write_rows(view, rows, done, tables, rule, columns, todo):
     """Writes those rows of the window that are not done. A row of -1 is all padding.
 
-    Nothing is written where a piece is missing or a block has to be checked first.
+    Nothing is written if a piece is missing or a block must be checked first.
 
     Args:
         view: The fields of a View.
         rows: Int64[R].
         done: Bool[R], set for what is written.
         tables: The fields of a Tables.
-        rule: (eos, pad, hold, want_labels, behind). eos: Int64[D], as `eos_ids` gives it; it
-            follows where a piece is one longer than its stored tokens, and is a target where the
-            token before it is one. hold: held pieces have no targets. behind: (whether rows are
-            runs; whether a run is one segment; slots of a run).
-        columns: Int32[R, T] ids, labels if they are wanted, segments, positions; UInt8[R, T] mask
-            unless it is [0, 0]; and for runs Int32[R], which `_last_labels` fills.
-        todo: Int64[2, n] for the parts and numbers of blocks to check (cache/blocks.py); n = 0 asks
-            for no checks.
+        rule: (eos, pad, hold, want_labels, behind). eos: Int64[D], as `eos_ids` returns it; it
+            follows a piece that is one longer than its stored tokens, and is a target if the token
+            before it is one. hold: held pieces have no targets. behind: (whether rows are runs;
+            whether a run is one segment; slots of a run).
+        columns: Int32[R, T] ids, labels if requested, segments, positions; UInt8[R, T] mask unless
+            it is [0, 0]; and for runs Int32[R], which `_last_labels` fills.
+        todo: Int64[2, n] for the parts and numbers of blocks to check (cache/blocks.py); n = 0
+            means no checks.
 
     Returns:
         The first of `rows` that is not done (R: none), the number of the first piece of the window
-        that the cache does not hold (-1: none), and how many blocks have to be checked first.
+        that the cache does not hold (-1: none), and how many blocks must be checked first.
     """
     view, tables = View(*view), Tables(*tables)
     eos, pad, hold, want_labels, (runs, _, _) = rule
@@ -200,16 +200,16 @@ def write_rows(view, rows, done, tables, rule, columns, todo):
 
 @jit
 def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
-    """Finds where the pieces of `rows` lie.
+    """Finds where the pieces of `rows` are.
 
-    It reads a byte of every cache line of them. Documents lie anywhere in memory, and each would
-    otherwise be waited for in turn; these reads do not depend on one another, so that the processor
-    has many under way at once.
+    It reads a byte of every cache line of them. Documents are scattered in memory, and copying
+    would wait for each in turn; these reads are independent, so that the processor does many at the
+    same time.
 
     Returns:
         Int64[5, n] (the part, the first token in it, how many are stored, whether any of the
-        document stands before the end of the piece, and whether it is held); the first piece that
-        is not there, or -1; and how many blocks of `todo` have to be checked first.
+        document is before the end of the piece, and whether it is held); the first piece that is
+        missing, or -1; and how many blocks of `todo` must be checked first.
     """
     count, unchecked, last_row = 0, np.int64(0), view.first_piece.shape[0] - 1
     for r in range(rows.shape[0]):
@@ -242,7 +242,7 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
                     return found, n, unchecked
                 if checks:
                     unchecked = touch(tables, part, (begin, copied, width), todo, unchecked)
-                    if tables.mask[part] != 0 and start > 0:  # its flag says whether it is held
+                    if tables.mask[part] != 0 and start > 0:  # its mask shows if it is held
                         unchecked = touch(tables, part, (first, 1, 0), todo, unchecked)
                 found[0, at], found[1, at], found[2, at] = part, begin, copied
                 found[3, at] = start + copied
@@ -252,7 +252,7 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
                 for byte in range(begin * width, (begin + copied) * width, CACHE_LINE):
                     touched += lines[byte]
             filled = slot + length
-    found[0, count] = touched  # so that the reads are not optimised away
+    found[0, count] = touched  # so that the reads are not optimized away
     return found, np.int64(-1), unchecked
 
 
@@ -260,13 +260,13 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
 def _last_labels(view, rows, tables, rule, out, todo, unchecked):
     """Writes `out`, Int32[R], the label of the last slot of rows in the window, and of rows of -1.
 
-    It is the one token behind the row, so that a document that goes on in the next row loses no
-    target where it is cut; where a run is one segment, the token behind a document is the first of
-    the next. It is -100 where the row is not full, nothing follows, or what follows is no target.
-    `rule` and `todo` are those of write_rows.
+    It is the token after the row, so that a document that continues in the next row loses no target
+    at the cut; if a run is one segment, the token after a document is the first of the next. It is
+    -100 if the row is not full, nothing follows, or the next token is not a target. `rule` and
+    `todo` are those of write_rows.
 
     Returns:
-        How many blocks are noted in `todo` by now.
+        How many blocks are noted in `todo` so far.
     """
     eos, _, _, _, (_, joined, num_slots) = rule
     for r in range(rows.shape[0]):
@@ -284,7 +284,7 @@ def _last_labels(view, rows, tables, rule, out, todo, unchecked):
         if part < 0:
             continue
         place, width = first + at, tables.id_bytes[d]
-        stored = place < end  # if not, the token is the EOS that was added
+        stored = place < end  # if not, the token is the added EOS
         token = place if stored else end - 1
         if end > first:
             if todo.shape[1] > 0:
@@ -302,13 +302,13 @@ def _last_labels(view, rows, tables, rule, out, todo, unchecked):
 
 @jit
 def token_behind(view, row, joined, num_slots):
-    """Returns the token behind row `row` of the window, which is the label of the last slot.
+    """Returns the token after row `row` of the window, which is the label of the last slot.
 
     `joined` and `num_slots` are the last two of `behind` in write_rows.
 
     Returns:
-        The draw, and which of its tokens; a draw of -1 where the row is not full, or nothing of its
-        last segment follows.
+        The draw, and which of its tokens; a draw of -1 if the row is not full, or its last segment
+        ends with the row.
     """
     nothing = np.int64(-1), np.int64(0)
     last = view.first_piece[row + 1] - 1
@@ -328,7 +328,7 @@ def token_behind(view, row, joined, num_slots):
 
 @jit
 def join_segments(segments, positions):
-    """Makes one segment of each row of Int32[R, T] `segments`; counts `positions` through."""
+    """Joins each row of Int32[R, T] `segments` into one segment; counts `positions` through it."""
     for r in range(segments.shape[0]):
         for t in range(segments.shape[1]):
             if segments[r, t] > 0:
@@ -338,11 +338,11 @@ def join_segments(segments, positions):
 
 @jit
 def open_pairs(segments, positions, mask):
-    """Makes two segments of documents that hold an answer that was preferred and one that was not.
+    """Splits documents of a preferred and a rejected answer into two segments.
 
-    The two are drawn, mixed and packed as one document, so that both stand in one row. Where the
-    second begins, UInt8[R, T] `mask` is SEGMENT_BREAK, which is cleared; Int32[R, T] `segments` and
-    `positions` are counted anew, so that neither answer sees the other.
+    The two are drawn, mixed and packed as one document, so that both are in one row. At the first
+    token of the second, UInt8[R, T] `mask` is SEGMENT_BREAK, which is cleared; Int32[R, T]
+    `segments` and `positions` are counted again, so that neither answer sees the other.
     """
     for r in range(segments.shape[0]):
         before, opened, origin = 0, 0, 0
@@ -365,8 +365,8 @@ def goes_on_masked(mask_address, first, start):
     return start > 0 and mask_address != 0 and uint8_at(mask_address)[first] == 0
 
 
-# These loops run over slices, which count from 0: the compiler need not look for negative indices,
-# and makes vector instructions of them.
+# These loops run over slices, which are indexed from 0: the compiler need not check for negative
+# indices, and vectorizes the loops.
 
 
 @jit

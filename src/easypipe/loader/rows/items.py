@@ -1,13 +1,12 @@
 """Rows of any dataset (images, tuples, dicts), by number or iterated, batched by a collator.
 
-The loader, its order, its threads and its states are those of text: this is one more kind of Rows.
-What such a row holds is the dataset's affair: columns, lengths and labels are known to the collator
-alone.
+The loader, its order, its threads and its states are the same as for text: this is another kind of
+Rows. A row may hold anything: only the collator knows columns, lengths and labels.
 
-row     counted over the whole run; row r of a dataset of n is number `r % n` of the order of pass
+row     a row of the whole run; row r of a dataset of n is number `r % n` in the order of pass
         `r // n`
-key     64 random bits of a row, for collators that draw (masks, crops): they depend on seed, pass
-        and row alone
+key     64 random bits of a row, for collators that draw (masks, crops); they depend only on seed,
+        pass and row
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from easypipe.plan.order import OrderConfig, documents
 class KeyedCollator(Protocol):
     """A collator that draws random numbers.
 
-    It is called with `keys`, 64 bits for each row, and draws from nothing else.
+    It is called with `keys`, 64 bits for each row, and must not use other randomness.
     """
 
     def __call__(self, rows: Sequence[Item], *, keys: Sequence[int] | None = None) -> Any: ...
@@ -44,7 +43,7 @@ class KeyedCollator(Protocol):
 
 
 class _Unsized(NumberedRows):
-    """The part of Rows that is common to rows whose widths only the collator knows."""
+    """The common part of Rows with widths that only the collator knows."""
 
     seq_length: int | None = None
     pad_token_id = 0
@@ -57,7 +56,7 @@ class _Unsized(NumberedRows):
         return np.zeros(len(rows), np.int32)
 
     def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
-        """Refuses: the rows have no columns at rest.
+        """Raises an error: the rows have no stored columns.
 
         Raises:
             ConfigError: Always.
@@ -70,9 +69,9 @@ class _Unsized(NumberedRows):
         )
 
     def _collated(self, items: list[Item], rows: Int64, epochs: Int64) -> Any:
-        """Returns the batch of `items`, the real ones of `rows`.
+        """Returns the batch of `items`, which are the real ones among `rows`.
 
-        Rows of -1 come last and are filled up with padding.
+        Rows of -1 come last and are filled with padding.
         """
         real = rows[rows >= 0]
         if not (isinstance(self._collate, KeyedCollator) and self._collate.draws):
@@ -90,19 +89,19 @@ class _Unsized(NumberedRows):
 class ItemRows(_Unsized, RepeatedRows):
     """The rows of a map-style dataset (`len()` and `dataset[i]`).
 
-    Their order is the one in which a Pipeline over a dataset of that name reads them. Thread safe
-    where `dataset[i]` and the collator are. States tell another length, fingerprint (where the
-    dataset has one, as those of `datasets` do), collator, seed or order; rows are not hashed, as
-    reading one may cost a decoded image. Reading adds a note with the row's number to what the
-    dataset raises.
+    Their order is that in which a Pipeline reads a dataset of the same name. It is thread-safe if
+    `dataset[i]` and the collator are. A changed length, fingerprint (if the dataset has one, like
+    those of `datasets`), collator, seed or order is found when a state is restored; rows are not
+    hashed, because reading one may mean decoding an image. Errors of the dataset get a note with
+    the row's number.
 
     Args:
         dataset: The dataset.
-        collate: A function from a list of rows to a batch: a dict of arrays, or a tuple of them.
-            One with an attribute `draws` that is true is given `keys` too (KeyedCollator).
+        collate: A function from a list of rows to a batch: a dict of arrays, or a tuple of them. If
+            its attribute `draws` is true, it also gets `keys` (KeyedCollator).
         seed: The seed of the order and of the keys.
-        shuffle: Draws a new keyed permutation every pass; False keeps the order.
-        num_epochs: The passes; None without end.
+        shuffle: Whether every pass has a new keyed permutation; False keeps the order.
+        num_epochs: The number of passes; None: endless.
         name: The name of the dataset.
     """
 
@@ -150,7 +149,7 @@ class ItemRows(_Unsized, RepeatedRows):
         return self._collated(items, rows, self.epochs(real))
 
     def numbers(self, rows: Int64) -> Int64:
-        """Returns which rows of the dataset stand at these rows of the run."""
+        """Returns which rows of the dataset are at these rows of the run."""
         if not rows.size:
             return rows
         first, size = int(rows.min()), np.array([self._size])
@@ -164,18 +163,17 @@ class ItemRows(_Unsized, RepeatedRows):
 class ForwardRows(_Unsized):
     """The rows of a dataset that can only be iterated over, each time from its start.
 
-    Reading is exact, and quick where rows are asked for in order. A row behind the one that was
-    read last is reached by reading what lies between, one in front of it by beginning again. Thread
-    safe; one thread reads at a time.
+    Reading is exact, and fast if rows are requested in order. A later row is reached by reading the
+    rows in between, an earlier one by starting again. It is thread-safe; one thread reads at a
+    time.
 
     Args:
-        dataset: An object whose `iter()` begins at the first row and gives the same rows every
+        dataset: An object whose `iter()` begins at the first row and yields the same rows every
             time.
         collate: As for ItemRows.
         seed: As for ItemRows.
         name: As for ItemRows.
-        epoch: The number of this pass, for `set_epoch` of datasets that have it, as those that
-            shuffle do.
+        epoch: The number of this pass, for datasets with `set_epoch`, such as those that shuffle.
     """
 
     num_epochs: int | None = 1
@@ -197,15 +195,15 @@ class ForwardRows(_Unsized):
             epoch,
         )
         self._lock = threading.Lock()
-        self._ahead: list[Item] = []  # rows from `_first` on that were read and not handed out
+        self._ahead: list[Item] = []  # rows from `_first` on that were read and not yet returned
         self._first = 0
-        self._seen = 0  # rows that are known to be there
+        self._seen = 0  # rows that are known to exist
         self._total: int | None = None  # once the end was seen
         self._items: Iterator[Item] | None = None
 
     @property
     def num_rows(self) -> int | None:
-        """The rows in all; they have to be read to the end once to be counted."""
+        """The number of rows; to count them, they must be read to the end once."""
         with self._lock:
             while self._total is None:
                 self._reach(self._first + len(self._ahead) + 1024, keep=False)
@@ -265,7 +263,7 @@ class ForwardRows(_Unsized):
 
 
 def fingerprint_of(dataset: Dataset) -> str:
-    """Returns the type of a dataset and the fingerprint that it gives itself, if any."""
+    """Returns the type of a dataset and its own fingerprint, if it has one."""
     own = attribute_of(dataset, "fingerprint", "_fingerprint")
     return f"{type(dataset).__qualname__}:{own if isinstance(own, str) else ''}"
 

@@ -1,6 +1,6 @@
 """PlannedRows: rows of a plan over token caches, whose files stay mapped while tokens are copied.
 
-row    counted over the whole run, all epochs; the same on every process
+row    a row of the whole run, over all epochs; the same on every process
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _STAYS = contextlib.nullcontext()
 
 
 class PlannedRows(NumberedRows):
-    """The rows of a plan, their tokens copied from memory-mapped caches. Thread safe.
+    """The rows of a plan, with tokens copied from memory-mapped caches. They are thread-safe.
 
-    Where a cache is in a bucket, the tokens are fetched for the batch. Reading raises CacheError
-    naming dataset and document where a cache does not hold what the plan asks for.
+    If a cache is in a bucket, the tokens are fetched for the batch. If a cache does not hold what
+    the plan needs, reading raises a CacheError that names dataset and document.
 
     Args:
         plan: The plan over the datasets of `caches`, in that order.
         caches: The token caches.
-        eos_token_id: Follows a document whose piece in the plan is one longer than its stored
-            tokens: one id for all datasets or one for each; None where nothing is added.
+        eos_token_id: The id that follows a document whose piece in the plan is one longer than its
+            stored tokens: one for all datasets or one for each; None adds none.
         pad_token_id: The token id in padding.
-        joined: Rows of a stream are one segment each, over the ends of documents.
-        train_continued: Pieces that go on with a document of another row keep the targets that its
-            mask says. Without it, those of a document that begins with a prompt have none, except
-            in a stream.
+        joined: Whether "concat" rows are one segment each, across the ends of documents.
+        train_continued: Whether pieces that continue a document from another row keep the targets
+            of its mask. Otherwise, those of a document that begins with a prompt have none, except
+            in "concat" rows.
 
     Raises:
         PlanError: Plan and caches do not belong together.
@@ -89,7 +89,7 @@ class PlannedRows(NumberedRows):
         self.seq_length = None if plan.spec.pack is None else plan.spec.pack.seq_length
         self.pad_token_id = pad_token_id
         self.num_epochs = plan.spec.num_epochs
-        # one cache for each dataset of the plan; they own the memory that the tables point to
+        # one cache per dataset of the plan; they own the memory that the tables point to
         self.caches = tuple(caches)
         self._tables = tables([cache.buffers() for cache in caches])
         self._writer = RowWriter(
@@ -111,7 +111,7 @@ class PlannedRows(NumberedRows):
             column.name: np.concatenate([cache.values(column.name) for cache in caches])
             for column in self.aligned
         }
-        self._end: int | None = None  # rows of the run, once the scan has met the end
+        self._end: int | None = None  # rows of the run, once the scan has reached the end
 
     def with_source_ids(self) -> PlannedRows:
         """Returns the same rows, with the column `source_ids` in their batches."""
@@ -163,7 +163,7 @@ class PlannedRows(NumberedRows):
             try:
                 self.plan.window_at(stop - 1)
             except PlanError:
-                self._end = self.plan.num_rows  # known by now: looking for the row has met the end
+                self._end = self.plan.num_rows  # now known: the search has reached the end
         return stop - start if self._end is None else max(0, min(stop, self._end) - start)
 
     def lengths(self, rows: Int64) -> Int32:
@@ -203,9 +203,9 @@ class PlannedRows(NumberedRows):
         return self._values
 
     def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
-        """Pins the documents of the rows, and those behind them.
+        """Pins the documents of the rows, and those after them.
 
-        The first token of the document behind a row may be a label.
+        The first token of the document after a row may be a label.
         """
         if not self._paged:
             return _STAYS
@@ -221,7 +221,7 @@ class PlannedRows(NumberedRows):
 
     @property
     def unchecked(self) -> bool:
-        if self._unchecked:  # and once it is not, it stays so
+        if self._unchecked:  # once it is False, it stays False
             self._unchecked = any(cache.pending for cache in self.caches)
         return self._unchecked
 

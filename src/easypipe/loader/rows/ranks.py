@@ -1,6 +1,6 @@
-"""Rows that are made of other rows: those of one rank, and those of one pass.
+"""Rows that are a selection of other rows: those of one rank, and those of one pass.
 
-Ranks are for programs that share data by rank and size in place of a mesh, passes for loops over
+Ranks are for programs that share data by rank and size instead of a mesh; passes are for loops over
 epochs (epochs.py).
 """
 
@@ -36,7 +36,7 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 class DerivedRows(Rows, RowReader):
-    """The rows of `below` under other numbers: row n is row `first + n * step + rank` of those."""
+    """The rows of `below` with other numbers: row n is row `first + n * step + rank` of those."""
 
     def __init__(
         self, below: Rows, num_epochs: int | None, *, first: int = 0, step: int = 1, rank: int = 0
@@ -49,15 +49,15 @@ class DerivedRows(Rows, RowReader):
         self._first, self._step, self._rank = first, step, rank
 
     def row_below(self, row: Any) -> Any:
-        """Returns the row below of a row of these; takes a number or an array of numbers."""
+        """Returns the number in `below` of a row; takes a number or an array of numbers."""
         return self.first_below(row) + self._rank
 
     def first_below(self, row: Any) -> Any:
-        """Returns the first of the rows below that `row` or a later one needs, of all ranks."""
+        """Returns the first row in `below` that `row` or a later one needs, on any rank."""
         return self._first + row * self._step
 
     def _own(self, total: int) -> int:
-        """Returns how many of these rows are among the first `total` rows below."""
+        """Returns how many of these rows are among the first `total` rows of `below`."""
         return total - self._first
 
     @property
@@ -130,8 +130,8 @@ class RankRows(DerivedRows):
     batch_size` onward, so what is trained on does not depend on the number of ranks.
 
     Args:
-        even: Leaves out up to world_size - 1 last rows, so that every rank has as many; otherwise
-            the first ranks may have one more.
+        even: Whether to leave out up to world_size - 1 last rows, so that all ranks have equally
+            many; otherwise the first ranks may have one more.
 
     Raises:
         ConfigError: There is no such rank.
@@ -153,9 +153,9 @@ class RankRows(DerivedRows):
 
 
 class PassRows(DerivedRows):
-    """The rows of passes `epoch` to `epoch + num_epochs - 1` of rows without end.
+    """The rows of passes `epoch` to `epoch + num_epochs - 1` of endless rows.
 
-    A pass has `rows_each` rows. With num_epochs None the passes go on without end.
+    A pass has `rows_each` rows. With num_epochs None the passes never end.
     """
 
     def __init__(self, endless: Rows, epoch: int, num_epochs: int | None, rows_each: int) -> None:
@@ -181,7 +181,7 @@ class PassRows(DerivedRows):
 
 
 def innermost(rows: Rows, row: int) -> tuple[Rows, int]:
-    """Returns the rows that no others lie below, and the number there of row `row`.
+    """Returns the innermost rows, and the number of row `row` there.
 
     They are the same for any number of ranks and passes.
     """

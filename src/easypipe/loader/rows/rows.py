@@ -1,6 +1,6 @@
-"""Rows and RowReader, the protocols of what a loader batches; rows that repeat pass after pass.
+"""Rows and RowReader, the protocols of what a loader batches; rows that repeat in every pass.
 
-row     counted over the whole run, all epochs; the same on every process
+row     a row of the whole run, over all epochs; the same on every process
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from easypipe.loader.state import LoaderState
 
 
 class Mark(Protocol):
-    """What lies behind so many rows of an iteration, where only its reader can tell."""
+    """A position in an iteration, if only its reader can describe it."""
 
     def hint(self) -> Any:
         """Returns what `Rows.hint` returns.
 
-        It is collective where several processes read their own streams.
+        It is collective if several processes read their own streams.
         """
         ...
 
     def ledger(self) -> Ledger:
-        """Returns where everything went that was read up to here."""
+        """Returns the ledger of what was read up to here."""
         ...
 
 
@@ -37,9 +37,9 @@ class Share:
     """The part of the batches that one process makes, for rows that are read forward.
 
     Args:
-        local: By the size of a batch, Int64[n], which of its rows are made here; all rows where a
-            size is missing.
-        workers: The threads that may make ahead what no batch asked for; 0 for none.
+        local: For each batch size, Int64[n], which of its rows are made here; all rows for a size
+            that is missing.
+        workers: The number of threads that may make rows before a batch needs them.
     """
 
     local: Mapping[int, Int64] = field(default_factory=dict[int, Int64])
@@ -49,80 +49,80 @@ class Share:
 class RowReader(Protocol):
     """The rows as one iteration reads them.
 
-    Law: what a row holds depends on its number alone. A row number of -1 stands for a row of
-    padding: no segment, no label. Rows with numbers are read in any order, on any thread; others
-    batch after batch.
+    Law: the content of a row depends only on its number. A row number of -1 means a row of padding,
+    without segments or labels. Rows with numbers are read in any order, on any thread; others batch
+    by batch.
     """
 
     def available(self, start: int, stop: int) -> int:
-        """Returns how many of the rows `start` to `stop` there are.
+        """Returns how many of the rows `start` to `stop` exist.
 
-        It is all of them, or as many as stand before the end.
+        It is all of them, or those before the end.
         """
         ...
 
     def lengths(self, rows: Int64) -> Int32:
-        """Returns the tokens of each row, 0 for -1."""
+        """Returns the number of tokens of each row, 0 for -1."""
         ...
 
     def epochs(self, rows: Int64) -> Int64:
-        """Returns the pass over the data that each row belongs to, from 0.
+        """Returns the pass over the data that each row belongs to, counted from 0.
 
-        It is 0 for -1 and where there are no passes.
+        It is 0 for -1 and if there are no passes.
         """
         ...
 
     def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
-        """Returns columns at rest, in new memory.
+        """Returns stored columns, in new memory.
 
         Args:
             rows: Int64[n].
             width: The slots; None for `seq_length`, or the longest of these rows.
 
         Returns:
-            Int32[n, width] input_ids, segment_ids, position_ids, and loss_mask where a dataset has
-            one. Rows of strategy "concat" have look_ahead too, Int32[n].
+            Int32[n, width] input_ids, segment_ids, position_ids, and loss_mask if a dataset has
+            one. Rows of strategy "concat" also have look_ahead, Int32[n].
         """
         ...
 
     def batch(self, rows: Int64, width: int) -> dict[str, Int32]:
-        """Returns `collate(gather(rows, width))`, in one pass where that is faster."""
+        """Returns `collate(gather(rows, width))`, in one pass if that is faster."""
         ...
 
     def arrange(self, rows: Int64) -> Int64:
-        """Returns neighbouring rows in the order in which they stand in a batch."""
+        """Returns consecutive rows in the order in which a batch has them."""
         return rows
 
     def mark(self, row: int) -> Mark | None:
-        """Returns what stands behind the first `row` rows; None where the number tells it.
+        """Returns the position after the first `row` rows; None if the number is enough.
 
-        None of these rows is asked for again.
+        These rows are not requested again.
         """
         return None
 
     def finish(self, row: int, left_out: int) -> Mark | None:
-        """Returns the mark at the end of the data; `left_out` rows more do not fill a batch."""
+        """Returns the mark at the end of the data; the last `left_out` rows do not fill a batch."""
         return None
 
     def check_some_batch(self) -> None:
-        """Raises where an iteration that gave no batch from the first row on is a mistake."""
+        """Raises an error if an iteration from the first row must not end without a batch."""
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the threads that read; with `wait`, it waits until their reads at hand are done."""
+        """Ends the threads that read; with `wait`, it waits until their current reads are done."""
 
 
 class Rows(Protocol):
-    """What batches are made of; `open` gives the reader of one iteration.
+    """The rows from which batches are made; `open` returns the reader of one iteration.
 
     Attributes:
-        seq_length: The slots of every row; None where a row has the length of its document.
+        seq_length: The slots of every row; None if a row has the length of its document.
         pad_token_id: The token id in padding.
-        num_epochs: The epochs that the rows are counted over; None without end.
-        lengths_are_free: Whether `lengths` reads integers only, never the rows themselves.
+        num_epochs: The epochs that the rows are counted over; None: endless.
+        lengths_are_free: Whether `lengths` reads only integers, never the rows themselves.
         by_number: Whether a row is found without reading those before it.
-        transforms: (name, version) of each row transform, the first one first.
-        source_names: The datasets that the column `source_ids` of batches numbers; () where batches
-            have no such column.
+        transforms: (name, version) of each row transform, in order.
+        source_names: The datasets numbered by the column `source_ids` of batches; () without that
+            column.
     """
 
     seq_length: int | None
@@ -135,9 +135,9 @@ class Rows(Protocol):
 
     @property
     def num_rows(self) -> int | None:
-        """The rows of the whole run; None where they never end.
+        """The number of rows of the whole run; None if they never end.
 
-        This may have to look at the whole plan.
+        This may have to scan the whole plan.
 
         Raises:
             TypeError: The rows are not counted before they are read.
@@ -151,34 +151,35 @@ class Rows(Protocol):
 
     @property
     def words(self) -> Json:
-        """What `identity` is made of, as far as it is short.
+        """The short parts from which `identity` is made.
 
-        A refused state can say with it what changed. It is {} where nothing has a name.
+        The error about a changed state uses them to say what changed. It is {} if nothing has a
+        name.
         """
         return {}
 
     @property
     def settings(self) -> Json:
-        """Further settings that decide which rows stand in a batch, for the states of loaders."""
+        """More settings that decide which rows are in a batch, for the states of loaders."""
         return {}
 
     def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
-        """Returns a reader of the rows behind `state`, or from the first one on.
+        """Returns a reader of the rows after `state`, or from the first one on.
 
         Raises:
-            StateError: The state's hint is not one of these rows.
+            StateError: The state's hint does not belong to these rows.
         """
         ...
 
     def hint(self, row: int) -> Any:
-        """Returns JSON that lets a later process find `row` without what stands before it.
+        """Returns JSON that lets a later process find `row` without what comes before it.
 
-        None means that none is needed.
+        None means that it is not needed.
         """
         return None
 
     def ledger(self) -> Ledger:
-        """Returns the ledger of rows that are read forward, where nothing was read yet.
+        """Returns the ledger of rows that are read forward, before anything was read.
 
         Raises:
             ConfigError: The rows have numbers.
@@ -191,14 +192,14 @@ class Rows(Protocol):
 
 
 class NumberedRows(Rows, RowReader, Protocol):
-    """Rows with numbers, which are their own reader. Thread safe."""
+    """Rows with numbers, which are their own reader. They are thread-safe."""
 
     def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
         return self
 
 
 class RepeatedRows(NumberedRows, Protocol):
-    """The rows of a dataset whose rows are counted, pass behind pass."""
+    """The rows of a counted dataset, pass after pass."""
 
     @property
     def rows_each(self) -> int:

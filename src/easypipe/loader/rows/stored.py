@@ -1,7 +1,7 @@
-"""Rows that are rows already, saved or arrays in memory: decoded to int32 by blocks, and checked.
+"""Rows that already exist, saved or as arrays in memory: decoded to int32 by blocks, and checked.
 
-row    counted over all epochs; row `r` of epoch `e` is `e * rows of the source + r`
-block  neighbouring rows that are decoded together, at the source's own cuts
+row    a row of all epochs; row `r` of epoch `e` is `e * rows of the source + r`
+block  consecutive rows that are decoded together, between the source's cuts
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Arrays(Source):
     """Arrays in memory as a source of one shard.
 
     Raises:
-        ConfigError: There are no columns, a column is not of integers, or columns differ in their
-            number of rows.
+        ConfigError: There are no columns, a column does not hold integers, or columns have
+            different numbers of rows.
     """
 
     def __init__(self, columns: Mapping[str, ArrayLike | Sequence[ArrayLike]]) -> None:
@@ -88,7 +88,7 @@ def _as_lists(name: str, values: ArrayLike | Sequence[ArrayLike]) -> pa.Array:
     """Returns a column of arrays as Arrow lists.
 
     Raises:
-        ConfigError: It holds something else than rows of integers.
+        ConfigError: It holds something other than rows of integers.
     """
     if isinstance(values, np.ndarray) and values.ndim == 2:
         if values.dtype.kind not in "iub":
@@ -107,7 +107,7 @@ def _as_lists(name: str, values: ArrayLike | Sequence[ArrayLike]) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 
-BLOCK_ROWS = 16_384  # no block has more rows, however far the source's cuts lie apart
+BLOCK_ROWS = 16_384  # no block has more rows, however far apart the source's cuts are
 
 log = logging.getLogger("easypipe")
 
@@ -139,23 +139,22 @@ class Block(NamedTuple):
 class StoredRows(RepeatedRows):
     """Rows of a ShardedSource with `input_ids`, or of arrays in memory.
 
-    `segment_ids`, `position_ids` and `loss_mask` are read where the source has them. Without
+    `segment_ids`, `position_ids` and `loss_mask` are read if the source has them. Without
     `segment_ids` a row is one segment, as far as its `attention_mask` is 1. A `labels` column must
-    be unshifted, equal to input_ids or -100, and becomes the loss mask, as `completion_mask` and
-    `assistant_masks` do; with several of them a token is a target where it is one in all. Other
-    columns are not read. Reading raises SourceError naming file and row.
+    be unshifted, equal to input_ids or -100. It becomes the loss mask, like `completion_mask` and
+    `assistant_masks`; with several of them, a token must be a target in all. Other columns are not
+    read. An error in reading is a SourceError that names file and row.
 
     Args:
         rows: A source, or a mapping of such columns to an integer array [rows, slots] or a list of
             one-dimensional ones.
-        seq_length: The slots of every row. None takes it from fixed-size columns, and where there
-            are none a row has the length of its tokens.
+        seq_length: The slots of every row. None takes it from fixed-size columns; without them, a
+            row has the length of its tokens.
         pad_token_id: The token id in padding.
-        num_epochs: None for rows without end.
+        num_epochs: The number of epochs; None: endless.
         tokenizer_fingerprint: The fingerprint of the tokenizer that made the tokens.
-        cache_bytes: The bytes of decoded blocks that are kept for the next batch, most recently
-            used first.
-        aligned: Columns of the source with values for every token, which stand in batches too.
+        cache_bytes: The bytes of decoded blocks that an LRU cache keeps.
+        aligned: Columns of the source with values for every token, which batches also have.
 
     Raises:
         SourceError: The source has no `input_ids`.
@@ -220,7 +219,7 @@ class StoredRows(RepeatedRows):
         beside = {column.name: column.empty(len(rows), width) for column in self._aligned}
         ahead = np.full(len(rows), IGNORE, dtype=np.int32)
         weights = np.ones(len(rows), np.float32)
-        # One turn for every row: a row is one copy of a few kilobytes a column, so the turns cost
+        # One iteration per row: a row is one copy of a few kilobytes per column, so iterations cost
         # less than an index array of its slots.
         for i, found in enumerate(self._find(rows)):
             start, stop = (0, 0) if found is None else (found.start, found.stop)
@@ -263,7 +262,7 @@ class StoredRows(RepeatedRows):
     def _index(self) -> _Index:
         """The index of the blocks.
 
-        It reads row numbers only of sources that leave rows out, once.
+        It reads row numbers only from sources that leave out rows, and only once.
         """
         spans: list[tuple[int, int, int]] = []
         counts: list[int] = []
@@ -286,7 +285,7 @@ class StoredRows(RepeatedRows):
         return _Index(spans, offsets_of(counts))
 
     def _find(self, rows: Int64) -> list[_Found | None]:
-        """Returns where each row lies; None for -1."""
+        """Returns where each row is; None for -1."""
         index = self._index
         real = rows >= 0
         numbers = np.where(real, rows % max(self.rows_each, 1), 0)
@@ -310,13 +309,13 @@ class StoredRows(RepeatedRows):
         return found
 
     def _block(self, number: int) -> Block:
-        """Returns a block, decoded or kept; two threads that need one block decode it once."""
+        """Returns a block, newly decoded or kept."""
         with self._lock:
             if number in self._blocks:
                 self._blocks.move_to_end(number)
                 return self._blocks[number]
             decoding = self._decoding.setdefault(number, threading.Lock())
-        with decoding:  # two workers that need one block decode it once
+        with decoding:  # two threads that need the same block decode it once
             with self._lock:
                 if number in self._blocks:
                     return self._blocks[number]
@@ -324,7 +323,7 @@ class StoredRows(RepeatedRows):
             try:
                 name, batch = self._source.shards[shard].name, self._source.read(shard, start, stop)
                 block = self._with_values(decode(batch, self._names, name, start), batch, start)
-            # whatever a source raises, a user's own too: it goes on, and says where it was
+            # any error of a source, also a user's: it is raised again with its place
             except Exception as error:
                 error.add_note(
                     f"shard {shard} ({self._source.shards[shard].name}), rows {start}:{stop}"
@@ -358,7 +357,7 @@ class StoredRows(RepeatedRows):
         The datasets are those that were saved with the row, if any.
         """
         shard, start, stop, local = self._locate(row % self.rows_each)
-        # rows were left out, so they have to be asked for their numbers
+        # rows were left out, so their numbers must be read
         if ROW_NUMBER in self._source.schema.names:
             local = self._source.read(shard, start, stop).column(ROW_NUMBER)[local].as_py() - start
         names: tuple[str, ...] = ()
@@ -385,7 +384,7 @@ class StoredRows(RepeatedRows):
 
 
 class _Index(NamedTuple):
-    """Where the blocks of a source lie.
+    """Where the blocks of a source are.
 
     Attributes:
         spans: (shard, start, stop) of every block.
@@ -401,7 +400,7 @@ class _Found(NamedTuple):
     start: int
     stop: int
     number: int  # the row within an epoch
-    local: int  # and within the block
+    local: int  # the row within the block
 
 
 def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int) -> Block:
@@ -475,7 +474,7 @@ def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, 
     """Returns the offsets, Int64[n + 1], and the int32 values of a column of lists.
 
     Raises:
-        SourceError: It holds something else than integers that fit int32, or a null.
+        SourceError: It holds a null, or something other than integers that fit int32.
     """
     kind = column.type
     masks = name != INPUT_IDS and is_list(kind) and pa.types.is_boolean(kind.value_type)

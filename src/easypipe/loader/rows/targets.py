@@ -1,4 +1,4 @@
-"""Counts the trained labels of a plan: one compiled pass over its loss masks."""
+"""Counts the labels of a plan in one compiled pass over its loss masks."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def count_targets(
     joined: bool = False,
     hold: bool = False,
 ) -> Int64:
-    """Counts the tokens of the first `num_rows` rows that are some slot's label.
+    """Counts the tokens of the first `num_rows` rows that are the label of a slot.
 
     Args:
         plan: The plan over the datasets of `caches`.
         caches: The token caches.
-        num_rows: The rows to count.
-        joined: The rows are those of one epoch of a stream whose documents are one segment.
-        hold: Held pieces (see loader/rows/gather.py) have no targets.
+        num_rows: The number of rows to count.
+        joined: Whether the rows are those of one epoch of "concat" with rows of one segment.
+        hold: Whether held pieces (see loader/rows/gather.py) have no targets.
 
     Returns:
-        Int64[2, datasets]: the tokens that are labels, added EOS tokens included; and those that
-        are none although their mask says so, because they stand in a held piece.
+        Int64[2, datasets]: the tokens that are labels, including added EOS tokens; and those that
+        would be labels by their mask but are in a held piece.
     """
     found = np.zeros((2, len(caches)), np.int64)
     where = tables([cache.buffers() for cache in caches])
-    # without a loss mask no token is looked at
+    # without a loss mask no token is read
     masked = caches if any(LOSS_MASK in cache.schema.names for cache in caches) else ()
     goes_on = plan.spec.pack is not None and plan.spec.pack.concat
     row = 0
@@ -53,7 +53,7 @@ def count_targets(
 
 
 def stream_start(plan: Plan) -> int:
-    """Returns the dataset of the first token of the first epoch; -1 where there is no token."""
+    """Returns the dataset of the first token of the first epoch; -1 if there is no token."""
     window = plan.window_at(0) if plan.num_rows != 0 else None
     return -1 if window is None else int(window.dataset[_first_draw(window)])
 
@@ -74,7 +74,7 @@ def _count(pieces, view, tables, rule, todo, found):
         )
         d = view.dataset[draw]
         part, first, end, _ = find(tables, d, view.doc[draw], todo, 0)
-        # The first token of a piece is not a label, unless it is that of a row before.
+        # The first token of a piece is not a label, unless it is that of the previous row.
         skipped = 0 if goes_on and (start > 0 or (joined and draw != begins)) else 1
         if tables.mask[part] == 0:  # every token is a target
             found[0, d] += length - skipped
@@ -83,7 +83,7 @@ def _count(pieces, view, tables, rule, todo, found):
         count = np.int64(0)
         for t in range(begin + skipped, min(begin + length, end)):
             count += flags[t] == 1
-        # an added EOS is a target where the token before it is one
+        # an added EOS is a target if the token before it is one
         if begin + length > end and length > skipped:
             count += flags[end - 1] if end > first else 1
         found[1 if hold and goes_on_masked(tables.mask[part], first, start) else 0, d] += count

@@ -1,4 +1,4 @@
-"""Writes windows' rows into tokens and labels or masks: the one place where batches are filled."""
+"""Writes rows of windows as tokens and labels or masks: the only place where batches are filled."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from easypipe.plan.window import View
 
 AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
 
-_ROOM = 256  # blocks to check that are noted at a time: a batch seldom has as many
+_ROOM = 256  # the most blocks to check that are noted at a time: a batch seldom has more
 
 _NO_LABELS = np.empty((0, 0), dtype=np.int32)
 _NO_MASK = np.empty((0, 0), dtype=np.uint8)
 
 
 class Tokens(Protocol):
-    """The tokens of windows, as RowWriter reads them."""
+    """The tokens of windows that RowWriter reads."""
 
     @property
     def masked(self) -> bool:
@@ -47,7 +47,7 @@ class Tokens(Protocol):
         ...
 
     def window_at(self, row: int) -> tuple[View, Tables]:
-        """Returns the window that a row stands in (any for -1), and where its documents lie."""
+        """Returns the window of a row (any for -1), and where its documents are."""
         ...
 
     def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
@@ -56,7 +56,7 @@ class Tokens(Protocol):
 
     @property
     def aligned(self) -> Sequence[AlignedColumn]:
-        """The columns whose values stand beside the tokens."""
+        """The aligned columns."""
         ...
 
     def values_at(self, row: int) -> Mapping[str, UInt64]:
@@ -65,7 +65,7 @@ class Tokens(Protocol):
 
     @property
     def unchecked(self) -> bool:
-        """Whether blocks of the files are to be checked at first touch."""
+        """Whether blocks of the files must be checked on first use."""
         ...
 
     def check(self, touched: Int64) -> None:
@@ -80,23 +80,24 @@ class Tokens(Protocol):
         ...
 
     def missing(self, view: View, piece: int, width: int) -> Exception:
-        """Returns the error for a piece of the window that is not there."""
+        """Returns the error for a missing piece of the window."""
         ...
 
 
 @dataclass(frozen=True)
 class RowWriter:
-    """How tokens stand in rows.
+    """Writes tokens into rows.
 
     Args:
-        eos: Int64[datasets], as `gather.eos_ids` gives them.
+        eos: Int64[datasets], as `gather.eos_ids` returns them.
         pad_token_id: The token id in padding.
-        hold: Held pieces have no targets.
-        seq_length: The slots of every row; None where a row is a document.
-        runs: The rows are those of strategy "concat": a document goes on in the next row.
-        joined: Each of those rows is one segment, over the ends of documents.
-        paired: Documents are two segments.
-        source_ids: Rows have the column `source_ids`.
+        hold: Whether held pieces have no targets.
+        seq_length: The slots of every row; None if a row is a document.
+        runs: Whether the rows are those of strategy "concat", in which a document continues in the
+            next row.
+        joined: Whether each of those rows is one segment, across the ends of documents.
+        paired: Whether documents are two segments.
+        source_ids: Whether rows have the column `source_ids`.
     """
 
     eos: Int64
@@ -109,7 +110,7 @@ class RowWriter:
     source_ids: bool = False
 
     def gather(self, tokens: Tokens, rows: Int64, width: int) -> dict[str, Int32]:
-        """Returns columns at rest (RowReader.gather)."""
+        """Returns stored columns (RowReader.gather)."""
         columns = fresh_columns(AT_REST, len(rows), width)
         values = self._values(tokens, rows, width)
         mask, ahead = self._write(tokens, rows, columns, values)
@@ -144,8 +145,8 @@ class RowWriter:
         """Fills the columns.
 
         Returns:
-            The loss mask, UInt8[0, 0] where no dataset has one; and, for runs, Int32[R], the labels
-            of last slots.
+            The loss mask, UInt8[0, 0] if no dataset has one; and, for runs, Int32[R], the labels of
+            last slots.
         """
         ids, segments, positions = (columns[name] for name in AT_REST)
         labels = columns.get(LABELS, _NO_LABELS)
@@ -158,12 +159,12 @@ class RowWriter:
         rule = (self.eos, self.pad_token_id, self.hold, shift, behind)
         into = (ids, labels, segments, positions, mask, ahead)
         left = 0
-        while left < len(rows):  # one turn for every window that the rows stand in
+        while left < len(rows):  # one iteration for every window of the rows
             row = int(rows[left])
             row = row if row >= 0 else int(rows.max())
             view, tables = tokens.window_at(row)
-            # They are plain tuples: numba looks at the fields of a named one anew in every call
-            # (2 us).
+            # These are plain tuples, because numba inspects the fields of a named tuple in every
+            # call (2 us).
             given = (tuple(view), rows, done, tuple(tables), rule, into, todo)
             with tokens.pinned(view, rows):
                 left, bad, count = write_rows(*given)

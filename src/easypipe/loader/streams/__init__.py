@@ -1,1 +1,1 @@
-"""Rows that are read forward: canonical streams, their windows, and the counts of what was read."""
+"""Rows that are read forward: canonical streams, their windows, and counts of what was read."""

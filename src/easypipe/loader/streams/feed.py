@@ -1,10 +1,10 @@
 """Cursor and Deal: a stream's share of a dataset, by estimated sizes, read by chunks; its counts.
 
-entry  a range of rows of one shard, or a whole file whose rows can only be found by reading on;
-       every pass permutes the entries anew
+entry  a range of rows of one shard, or a whole file with rows that are only found by reading on;
+       every pass has a new permutation of the entries
 chunk  what is read and tokenized at a time: a range, or the c-th piece of such a file
-deal   every entry of a pass goes to the stream with the fewest bytes so far, large ones first;
-       of a whole file, chunk c goes to the c-th stream behind that one
+deal   the assignment of a pass's entries, large ones first, each to the stream with the fewest
+       bytes so far; of a whole file, chunk c goes to the c-th stream after that one
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from easypipe.core.values import Array, Bools, Int64, UInt8
 from easypipe.loader.prefetch import ReadPool
 from easypipe.plan.order import permute
 
-# The most bytes at rest of a chunk, unless a dataset has more than MAX_ENTRIES chunks.
+# The most stored bytes of a chunk, unless a dataset has more than MAX_ENTRIES chunks.
 CHUNK_BYTES = 1 << 20
-# The least chunks of a dataset for each stream, where its rows allow it: streams then end at about
-# the same time.
+# The least chunks of a dataset per stream, if it has enough rows, so that streams end at about the
+# same time.
 CHUNKS_A_STREAM = 16
 MAX_ENTRIES = 1 << 20
 LEAST_PIECE_BYTES = 256  # the least bytes of a piece of a compressed file
-UNPACKED = 4  # plain bytes that a compressed byte is taken for
-ROWS_OF_UNKNOWN_SIZE = 1 << 10  # rows of a chunk whose bytes are not known
-FIRST_AHEAD = 2  # chunks read ahead before it is known how many documents a chunk holds
-# After so many passes in a row without a document (each deals anew) a stream takes it that no pass
-# will bring it one.
+UNPACKED = 4  # the assumed number of plain bytes of a compressed byte
+ROWS_OF_UNKNOWN_SIZE = 1 << 10  # rows of a chunk of unknown size
+FIRST_AHEAD = 2  # chunks read ahead before the number of documents of a chunk is known
+# After this many passes in a row without a document (each has a new deal), a stream assumes that
+# all later passes have none.
 EMPTY_PASSES = 64
-# The documents of a dataset up to this size are kept, as it may be read again and again; a larger
-# one is read anew in every pass.
+# The documents of a dataset up to this size are kept, because it may be read many times; a larger
+# one is read again in every pass.
 KEPT_BYTES = 16 << 20
-# The most entries of passes whose dealing is kept; streams may stand in different passes.
+# The most entries of passes whose deal is kept; streams may be in different passes.
 KEPT_ENTRIES = 1 << 16
-FILES = "files to each stream"  # the ledger's unit for files whose content is not counted
+FILES = "files to each stream"  # the ledger's unit for files with uncounted content
 MOST_AHEAD = 32  # the most chunks of one stream and dataset that are read or being read ahead
 
 
@@ -61,12 +61,12 @@ class Loaded:
     Args:
         ids: UInt16 or UInt32.
         offsets: Int64[n+1].
-        has_eos: Bool[n], whether the document ends with an EOS already.
-        mask: UInt8, one for each id; None where every token is a target.
-        counts: What became of rows and texts.
+        has_eos: Bool[n], whether the document already ends with an EOS.
+        mask: UInt8, one for each id; None if every token is a target.
+        counts: The counts of rows and texts by outcome.
         values: The values of aligned columns for each of the ids: [ids] or [ids, width].
-        ended: Whether nothing of its entry stands behind the chunk.
-        num_bad: The rejects that a limit counts.
+        ended: Whether the chunk is the last of its entry.
+        num_bad: The number of rejects that count for a limit.
         bad: (place, reason) of the first of them.
     """
 
@@ -98,7 +98,7 @@ class Piece(NamedTuple):
 
 
 class StreamCounts(Counter[tuple[str, str]]):
-    """The counters of one dataset, by subject and name: of what was read, and of what was drawn."""
+    """The counters of one dataset, by subject and name, for what was read and what was drawn."""
 
     def add(self, subject: str, counts: Mapping[str, int]) -> None:
         self.update({(subject, what): count for what, count in counts.items()})
@@ -112,8 +112,8 @@ class StreamCounts(Counter[tuple[str, str]]):
 
         Args:
             loaded: The chunk.
-            skipped: Its documents in front of the place where reading began.
-            share: How much of the stream's share it is.
+            skipped: Its documents before the place where reading began.
+            share: Its part of the stream's share.
         """
         made = loaded.counts
         self.add("shares read", share)
@@ -128,7 +128,7 @@ class StreamCounts(Counter[tuple[str, str]]):
 
     @property
     def made(self) -> Counts:
-        """What became of all rows and texts that were read."""
+        """The counts of all rows and texts that were read, by outcome."""
         return Counts(
             rows=self["read", "rows"],
             docs=self["read", "documents"],
@@ -140,17 +140,17 @@ class StreamCounts(Counter[tuple[str, str]]):
         )
 
     def unread(self) -> Counter[str]:
-        """Returns how much of every unit in the shares of the passes begun was not read."""
+        """Returns, for every unit, how much was not read in the shares of the started passes."""
         left = self.of("shares")
         for subject in ("shares read", "shares before"):
             left.subtract(self.of(subject))
         return Counter(dict(sorted(left.items())))
 
     def end_epoch(self, dropped: int) -> None:
-        """Counts what was not read until now as left.
+        """Counts what was not read so far as left.
 
         Args:
-            dropped: The documents that were read, and not drawn.
+            dropped: The number of documents that were read and not drawn.
         """
         self["drawn", "left"] += dropped
         for unit, count in self.unread().items():
@@ -160,13 +160,13 @@ class StreamCounts(Counter[tuple[str, str]]):
 class Forward(Protocol):
     """A dataset as documents that are read in order.
 
-    `load` is called from several threads, of which those work that `turns` admits, and the others
-    wait for storage; `shards` are listed without reading rows. `max_bad_rows` holds for the whole
+    `load` is called from several threads; `turns` admits those that may work, while the others wait
+    for storage. `shards` are listed without reading rows. `max_bad_rows` applies to the whole
     dataset; None allows any number.
     """
 
     name: str
-    waits: bool  # for remote storage
+    waits: bool  # whether reading waits for remote storage
 
     @property
     def max_bad_rows(self) -> int | None: ...
@@ -183,15 +183,15 @@ class Forward(Protocol):
 
 
 class Place(NamedTuple):
-    """The place at which a stream stands in a dataset.
+    """The position of a stream in a dataset.
 
     Attributes:
         epoch: The pass.
         entry: The position of the entry in the pass.
         chunk: The number of the chunk in the entry.
-        taken: The documents of the chunk that were taken.
-        bad: The bad rows of the first pass in front of this place, in the chunks that documents
-            were taken of and those before them.
+        taken: The number of documents taken from the chunk.
+        bad: The number of bad rows of the first pass before this place, in the chunks from which
+            documents were taken and those before them.
     """
 
     epoch: int = 0
@@ -204,7 +204,7 @@ class Place(NamedTuple):
 class Chunk(NamedTuple):
     """The positions of a shard that are read at a time.
 
-    `of_file` says that it is a piece of a file that is read on to an end which is not known before.
+    `of_file` says that it is a piece of a file whose end is found only by reading.
     """
 
     shard: int
@@ -216,18 +216,18 @@ class Chunk(NamedTuple):
 class Deal:
     """The entries of a dataset and the streams that read them.
 
-    They follow from the files' sizes, the number of streams and the seed alone. Each stream reads
-    chunks of `ahead_bytes` ahead, one at least.
+    They depend only on the files' sizes, the number of streams and the seed. Each stream reads
+    chunks of `ahead_bytes` in total ahead, at least one.
 
     Raises:
-        SourceError: The dataset has not one row.
+        SourceError: The dataset has no rows.
     """
 
     def __init__(
         self, source: Forward, num_streams: int, *, seed: int, shuffle: bool, ahead_bytes: int = 0
     ) -> None:
         self.source = source
-        # `shuffled`: every pass deals anew
+        # `shuffled`: every pass has a new deal
         self.num_streams, self.shuffled = num_streams, shuffle
         self._key = fold(seed, "stream order", source.name) if shuffle else None
         shards = source.shards
@@ -250,8 +250,8 @@ class Deal:
         self._forward = self._entries_at[:, 2] < 0
         self._num_bytes = self._sizes(shards)
         self._passes: OrderedDict[int, _Pass] = OrderedDict()
-        # A small dataset is kept in memory: with a large weight it is gone through thousands of
-        # times, a few documents at a time.
+        # A small dataset is kept in memory: with a large weight it is read thousands of times, a
+        # few documents at a time.
         self._room = KEPT_BYTES if total * UNPACKED <= KEPT_BYTES else 0
         self._kept: dict[Chunk, Loaded] = {}
         self._lock = threading.Lock()
@@ -265,7 +265,7 @@ class Deal:
         return Chunk(shard, place.chunk * self.piece, (place.chunk + 1) * self.piece, of_file=True)
 
     def first(self, stream: int, place: Place) -> Place | None:
-        """Returns the first chunk of `stream` at `place` or behind it; None behind the last."""
+        """Returns the first chunk of `stream` at or after `place`; None after the last."""
         dealt = self._dealt(place.epoch)
         mine = dealt.of(stream)
         here = mine[np.searchsorted(mine, place.entry) :][:1].tolist()
@@ -282,10 +282,10 @@ class Deal:
         )
 
     def share(self, stream: int, place: Place, *, before: bool = False) -> dict[str, int]:
-        """Returns how much the share of `stream` holds in the pass of `place`.
+        """Returns the size of the share of `stream` in the pass of `place`.
 
-        With `before` it is what lies in front of `place`. Ranges are counted in records, or bytes
-        of lines; files whose content is not counted are counted as files.
+        With `before` it is only the part before `place`. Ranges are counted in records, or in bytes
+        of lines; files with uncounted content are counted as files.
         """
         dealt = self._dealt(place.epoch)
         mine = dealt.of(stream)
@@ -295,7 +295,7 @@ class Deal:
         return +Counter({self.source.unit: counted, FILES: len(entries) - len(ranges)})
 
     def _dealt(self, epoch: int) -> _Pass:
-        """Returns how the entries of a pass are dealt; keeps that of the last passes."""
+        """Returns how the entries of a pass are dealt; it keeps the deals of the last passes."""
         with self._lock:
             found = self._passes.get(epoch)
             if found is None:
@@ -313,9 +313,9 @@ class Deal:
             return found
 
     def _sizes(self, shards: Sequence[Shard]) -> Int64:
-        """Returns the bytes of every entry, as far as the sizes of files tell: Int64[entries].
+        """Returns the bytes of every entry, estimated from the sizes of files: Int64[entries].
 
-        For a whole file it is what the file may hold unpacked.
+        For a whole file it is the estimated size after decompression.
         """
         packed = np.array([shard.num_bytes for shard in shards], np.int64)
         rows = np.array([shard.num_rows or 0 for shard in shards], np.int64)
@@ -328,7 +328,7 @@ class Deal:
         return np.maximum(1, np.where(self._forward, UNPACKED * packed[shard], counted))
 
     def ask(self, place: Place, pool: ReadPool) -> Future[Loaded]:
-        """Returns the chunk at `place` as a future, read on the pool or done where it is kept."""
+        """Returns the chunk at `place` as a future, read by the pool, or finished if it is kept."""
         chunk = self.chunk(place)
         kept = self._kept.get(chunk)
         if kept is None:
@@ -367,7 +367,7 @@ class Deal:
             )
             step = max(1, min(step, rows))
             edges = range(0, rows, step)
-            # pieces that can be entered cheaply, and enough of them for all
+            # ranges that can be read separately at low cost, and enough of them for all streams
             if cuts >= 4 * self.num_streams and len(shard.cuts) > 1:
                 edges = [0]
                 for cut in shard.cuts[1:]:
@@ -382,7 +382,7 @@ class _Pass:
     """How the entries of a pass are dealt.
 
     Args:
-        entries: Int64[n], the entry that stands at every position.
+        entries: Int64[n], the entry at every position.
         owners: Int64[n], as `deal` returns them.
         forward: Bool[n], the positions of whole files.
     """
@@ -392,7 +392,7 @@ class _Pass:
         self._of: dict[int, Int64] = {}
 
     def of(self, stream: int) -> Int64:
-        """Returns the positions, ascending, of the entries of which `stream` has a part."""
+        """Returns the positions, ascending, of the entries that `stream` reads at least in part."""
         if stream not in self._of:
             self._of[stream] = np.flatnonzero(self._forward | (self.owners == stream))
         return self._of[stream]
@@ -401,9 +401,9 @@ class _Pass:
 def deal(num_bytes: Int64, forward: Bools, num_streams: int, piece: int) -> Int64:
     """Returns which stream has each entry, so that all have about equally many bytes: Int64[n].
 
-    For a whole file it is the stream that has its first chunk. Large entries are dealt first, each
-    to the stream that has least; among those of similar size (within a power of two) the order of
-    the pass decides, so that a new pass brings others together.
+    For a whole file it is the stream of its first chunk. Large entries are dealt first, each to the
+    stream with the fewest bytes. Among entries of similar size (within a power of two) the order of
+    the pass decides, so that a new pass combines different ones.
 
     Args:
         num_bytes: The bytes of the entries, in the order of the pass.
@@ -415,7 +415,7 @@ def deal(num_bytes: Int64, forward: Bools, num_streams: int, piece: int) -> Int6
     owners = np.zeros(len(num_bytes), np.int64)
     loads = np.zeros(num_streams, np.int64)
     order = np.argsort(-classes, kind="stable")
-    # files: their chunks go round, and what is left beyond full rounds counts
+    # files: chunks are dealt in rounds, and only the rest after full rounds makes a difference
     for i in order[forward[order]].tolist():
         starts = np.arange(0, int(num_bytes[i]) % (num_streams * piece), piece)
         added = np.minimum(piece, int(num_bytes[i]) % (num_streams * piece) - starts)
@@ -436,9 +436,9 @@ def deal(num_bytes: Int64, forward: Bools, num_streams: int, piece: int) -> Int6
 class Cursor:
     """The documents of one stream's share of one dataset, pass after pass.
 
-    It is not thread safe: a stream owns it. Chunks are read ahead on the pool, as many as the next
-    window is expected to take (`read_ahead`); what is read never depends on it. `bad` counts as
-    `Place.bad` does.
+    It is not thread-safe: a stream owns it. The pool reads chunks ahead, as many as the next window
+    is expected to take (`read_ahead`); this never affects what is read. `bad` counts as `Place.bad`
+    does.
     """
 
     def __init__(
@@ -456,43 +456,43 @@ class Cursor:
             deal: The entries of the dataset.
             stream: The number of the stream.
             place: Where to begin.
-            pool: Reads the chunks.
+            pool: The threads that read the chunks.
             counts: The counters of the dataset.
-            passes: A new pass begins behind the last document, until there were so many; None goes
-                on without end, 0 begins one only where `begin` is called.
+            passes: After the last document a new pass begins, up to this many; None: endless; 0: a
+                pass begins only when `begin` is called.
         """
         self._deal, self._stream, self._pool, self._passes = deal, stream, pool, passes
         self.counts, self.bad = counts, place.bad
         self.counts.add("shares", deal.share(stream, place))
         self.counts.add("shares before", deal.share(stream, place, before=True))
-        self._bad_chunks: list[Loaded] = []  # those counted since `bad_chunks` was called last
+        self._bad_chunks: list[Loaded] = []  # chunks counted since the last call of `bad_chunks`
         self._held: deque[tuple[Place, Loaded]] = deque()
         self._start = place  # where the pass, or this cursor, began
-        self._next = deal.first(stream, place)  # the chunk behind those that are held
-        # `_next` and the chunks behind it that were asked for
+        self._next = deal.first(stream, place)  # the chunk after those that are held
+        # `_next` and the chunks after it that were requested
         self._ahead: deque[tuple[Place, Future[Loaded]]] = deque()
         self._pass_docs = self._empty_passes = 0
         self.waiting = 0  # documents that are held
-        self._asked = 0  # the waiting documents that the window at hand looks at
+        self._asked = 0  # the waiting documents that the current window uses
         self._needed, self._needed_tokens = 0, None
-        self._chunk_docs = self._chunk_tokens = 0.0  # running means over chunks; 0: not known
+        self._chunk_docs = self._chunk_tokens = 0.0  # running means over chunks; 0: unknown
 
     @property
     def place(self) -> Place:
-        """The place behind the document that was taken last."""
+        """The place after the document that was taken last."""
         end = Place(self._start.epoch, self._deal.num_entries)
         place = self._held[0][0] if self._held else end if self._next is None else self._next
         return place._replace(bad=self.bad)
 
     def fill(self, count: int) -> int:
-        """Reads on until `count` documents wait, or the pass has no more; returns how many wait."""
+        """Reads until `count` documents wait, or the pass has no more; returns how many wait."""
         while self.waiting < count and self._read():
             pass
         self._asked = max(self._asked, min(count, self.waiting))
         return self.waiting
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Returns the documents `start` to `stop` of those that wait."""
+        """Returns the waiting documents `start` to `stop`."""
         found, at = list[Piece](), 0
         for place, loaded in self._held:
             if at >= stop:
@@ -504,7 +504,7 @@ class Cursor:
         return found
 
     def take(self, count: int) -> None:
-        """Takes the first `count` documents from those that wait."""
+        """Takes the first `count` waiting documents."""
         self.waiting, self._asked = self.waiting - count, 0
         while count:
             place, loaded = self._held[0]
@@ -527,21 +527,21 @@ class Cursor:
         """Sets how much the next window will probably take, and reads ahead.
 
         Args:
-            count: The documents.
-            tokens: The documents that hold so many tokens, where they are fewer.
+            count: The number of documents.
+            tokens: The number of tokens, if fewer documents hold as many.
         """
         self._needed, self._needed_tokens = count, tokens
         self._read_ahead()
 
     def end_epoch(self) -> None:
-        """Forgets the documents that wait."""
+        """Drops the waiting documents."""
         self.counts.end_epoch(self.waiting)
         self.waiting = self._asked = 0
         self._held.clear()
         self.close()
 
     def begin(self, epoch: int) -> None:
-        """Begins pass `epoch` behind what waits."""
+        """Begins pass `epoch` after the waiting documents."""
         self.close()
         self._start = Place(epoch)
         self._next = self._deal.first(self._stream, self._start)
@@ -554,7 +554,7 @@ class Cursor:
         self._ahead.clear()
 
     def _read(self) -> bool:
-        """Takes in the next chunk; returns False where the pass has no more."""
+        """Adds the next chunk; returns False if the pass has no more."""
         if self._next is None:
             if self._passes is not None and self._start.epoch + 1 >= self._passes:
                 return False
@@ -592,7 +592,7 @@ class Cursor:
             self.waiting += loaded.num_docs - place.taken
             self._pass_empty()
         if loaded.ended and chunk.of_file:
-            self.close()  # chunks that were asked for ahead lie behind the end of the file
+            self.close()  # chunks that were requested ahead are after the end of the file
         self._next = (
             self._ahead[0][0]
             if self._ahead
@@ -602,12 +602,12 @@ class Cursor:
         return True
 
     def _pass_empty(self) -> None:
-        """Drops chunks at the front that have no documents, so none to take."""
+        """Drops chunks without documents at the front."""
         while self._held and not self._held[0][1].num_docs:
             self._enter(*self._held.popleft())
 
     def _enter(self, place: Place, loaded: Loaded) -> None:
-        """Counts the bad rows of a chunk once in the run: later passes meet the same rows."""
+        """Counts the bad rows of a chunk once in the run: later passes have the same rows."""
         if loaded.num_bad and not place.epoch:
             self.bad += loaded.num_bad
             self._bad_chunks.append(loaded)
@@ -620,9 +620,9 @@ class Cursor:
         )
 
     def _read_ahead(self) -> None:
-        """Asks for the next chunk, and for as many behind it as `read_ahead` expects to need.
+        """Requests the next chunk, and as many after it as `read_ahead` expects to need.
 
-        A file whose end is unknown is taken to go on.
+        A file with an unknown end is assumed to continue.
         """
         wanted = FIRST_AHEAD
         if self._chunk_docs:

@@ -20,16 +20,16 @@ LEFT_OUT = "left out, for want of a full batch"
 class StreamTotals:
     """The counters of a stream, or of all streams of a process.
 
-    The last four are kept for all streams of a process together.
+    The last four are only kept for all streams of a process together.
 
     Args:
         datasets: What was read and drawn of each dataset.
         table: Int64[datasets, COUNTERS], what was drawn (plan/plan_stats.py).
-        packed_rows: The rows of windows.
-        rows_given: The rows in batches.
-        rows_before: The rows in windows that were made anew, but given before the state.
-        rows_left_out: The rows in no batch.
-        padding_rows: The rows of padding.
+        packed_rows: The number of rows in windows.
+        rows_given: The number of rows in batches.
+        rows_before: The number of rows in windows made again that were returned before the state.
+        rows_left_out: The number of rows that are not in a batch.
+        padding_rows: The number of rows of padding.
     """
 
     datasets: tuple[StreamCounts, ...]
@@ -42,7 +42,7 @@ class StreamTotals:
 
     @classmethod
     def total(cls, count: int, parts: Iterable[StreamTotals] = ()) -> StreamTotals:
-        """Returns the sum of the counters of several streams, as they stand now.
+        """Returns the sum of the current counters of several streams.
 
         `count` is the number of datasets.
         """
@@ -58,7 +58,7 @@ class StreamTotals:
 
     @property
     def all_dropped(self) -> int:
-        """The documents that were drawn, if each was longer than a row and left out; else 0."""
+        """The number of documents drawn, if all were longer than a row and left out; else 0."""
         known = dict(zip(FIELDS, self.table.sum(axis=0).tolist(), strict=True))
         return known["draws"] if known["draws"] == known["docs_dropped"] else 0
 
@@ -66,9 +66,9 @@ class StreamTotals:
 def ledger_of(totals: StreamTotals, names: Sequence[str], spec: StreamSpec) -> Ledger:
     """Returns the ledger of a streaming loader.
 
-    It balances what lies in files with what was read or not; rows with documents or rejects;
+    It balances what is in files with what was read or not; rows with documents or rejects;
     documents with those drawn, waiting or left at an epoch's end; tokens with those placed,
-    truncated or dropped; and rows made with those in batches, waiting or left out.
+    truncated or dropped; and packed rows with those in batches, waiting or left out.
     """
     ledger = Ledger()
     stage = "mix" if spec.plan.pack is None else "pack"

@@ -1,18 +1,18 @@
-"""StreamRows: uncounted data in an order that no number of hosts changes; hosts swap positions.
+"""StreamRows: uncounted data in an order that is the same for any number of hosts.
 
-stream   one of S canonical streams; while none has ended, each gives as many rows of every batch
-share    the ranges of every dataset that a stream reads (feed.py); they follow from the files, S
-         and the seed
-window   documents of a stream that are drawn, shuffled and packed together (stream.py); a row
-         never holds two
-turn     one row of each stream that has not ended: rows are numbered turn after turn, and stand in
-         a batch stream after stream (plan/order.py)
-state    of a stream: what its next window depends on (state.py)
+stream   one of S canonical streams; until one ends, all have equally many rows in every batch
+share    the ranges of every dataset that a stream reads (feed.py); they depend on the files, S and
+         the seed
+window   documents of a stream that are drawn, shuffled and packed together (stream.py); a row is
+         always in one window
+turn     one row of each stream that has not ended: rows are numbered turn by turn, and ordered in a
+         batch stream by stream (plan/order.py)
+state    what the next window of a stream depends on (state.py)
 
-Streams that have ended hand their places in the batch to the others, so that a pass over finite
-data ends where no stream has a row more: the last batch is filled up with rows of padding, or left
-out with drop_last. A process reads the streams that its rows belong to. Where the data ends, it has
-to know when the others end, and reads all.
+When streams end, the others take over their places in the batch. So a pass over finite data ends
+when all streams have ended: the last batch is filled with rows of padding, or left out with
+drop_last. A process reads the streams of its rows. If the data ends, it must know when the other
+streams end, and reads all of them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from easypipe.plan.window import View, Window
 log = logging.getLogger("easypipe")
 
 STREAM = 1 << 40  # more rows than any stream has
-WAITING = 8  # threads that wait for remote storage, for each that works
-# what the streams of a process ask remote storage for ahead, at least, of all datasets together
+WAITING = 8  # threads that wait for remote storage, per working thread
+# the least bytes that the streams of a process request ahead from remote storage, for all datasets
 WAITED_BYTES = 64 << 20
 _NONE = np.empty(0, np.int32)
 # the window of rows of padding
@@ -67,9 +67,9 @@ NOTHING = (
 
 
 class StreamRows(Rows):
-    """Rows that are read forward, by as many readers as there are iterations.
+    """Rows that are read forward, with one reader per iteration.
 
-    Law: row n holds the same for any number of processes, threads and batches, and behind every
+    Law: row n is the same for any number of processes, threads and batches, and after restoring any
     state.
 
     Args:
@@ -78,8 +78,8 @@ class StreamRows(Rows):
         tokens_identity: Digests of sources and tokenizer.
         pad_token_id: The token id in padding.
         aligned: Columns with values for every token.
-        workers: The threads that read; None takes one for each core.
-        name: The name of the loader, in messages and of threads.
+        workers: The number of threads that read; None takes one per core.
+        name: The name of the loader, used in messages and for threads.
     """
 
     lengths_are_free = False
@@ -133,7 +133,7 @@ class StreamRows(Rows):
         return other
 
     def with_seed(self, seed: int) -> StreamRows:
-        """Returns the rows of the same data in the order of another seed."""
+        """Returns the rows of the same data in the order of a different seed."""
         other, plan = copy.copy(self), dataclasses.replace(self.spec.plan, seed=seed)
         other.spec = dataclasses.replace(self.spec, plan=plan)
         return other
@@ -175,15 +175,15 @@ class StreamRows(Rows):
 
 
 class StreamReader(RowReader):
-    """The rows of one iteration, one batch after the other.
+    """The rows of one iteration, batch by batch.
 
-    Streams reach their next rows, and their tokens are laid out. Windows are made in the order of
-    their rows, always that of the stream whose next row comes first, so which streams had ended by
-    then is the same for every process, thread and restart.
+    It advances the streams to their next rows and lays out their tokens. Windows are made in the
+    order of their rows: the next one is always for the stream with the earliest next row. So the
+    streams that have ended by then are the same for every process, thread and restart.
 
     Args:
         rows: The rows to read.
-        row: The row that the iteration begins at.
+        row: The row at which the iteration begins.
         states: The states of the streams there; none at the first row.
         share: The part of the batches that this process makes.
     """
@@ -202,8 +202,8 @@ class StreamReader(RowReader):
         self._streams: dict[int, Stream] = {}
         # the rows of each stream that has ended
         self._ends = np.full(rows.spec.num_streams, order.NEVER)
-        # rows of each stream that were given before the iteration began, and how many of these
-        # stand in windows that are made anew
+        # rows of each stream that were returned before the iteration began, and how many of these
+        # are in windows that are made again
         self._given_before = np.zeros(rows.spec.num_streams, np.int64)
         self._rows_before = 0
         self._bad: Counter[int] = Counter()  # by dataset
@@ -224,10 +224,10 @@ class StreamReader(RowReader):
         self._window_pool.close(wait=wait)
 
     def available(self, start: int, stop: int) -> int:
-        """Returns how many of the rows `start` to `stop` there are (RowReader.available).
+        """Returns how many of the rows `start` to `stop` exist (RowReader.available).
 
-        It makes windows until all rows before `stop` that are this process's stand in one, or every
-        stream has ended.
+        It makes windows until all of this process's rows before `stop` are in one, or every stream
+        has ended.
         """
         if not self._streams:
             self._begin()
@@ -238,7 +238,7 @@ class StreamReader(RowReader):
         return (stop if known is not None else max(start, min(stop, int(self._ends.sum())))) - start
 
     def arrange(self, rows: Int64) -> Int64:
-        """Returns the rows stream after stream."""
+        """Returns the rows ordered stream by stream."""
         return rows[np.argsort(self._places(rows)[0], kind="stable")]
 
     def lengths(self, rows: Int64) -> Int32:
@@ -313,11 +313,11 @@ class StreamReader(RowReader):
         return StreamMark(self._rows, states, totals, counts)
 
     def check_some_batch(self) -> None:
-        """Refuses an iteration that gave no batch: training would end before it begins.
+        """Raises an error for an iteration without a batch: training would end without a step.
 
         Raises:
             PlanError: Every document was longer than a row and left out.
-            SourceError: No batch came of what was read.
+            SourceError: What was read did not fill a batch.
         """
         rows, totals = (
             self._rows,
@@ -341,7 +341,7 @@ class StreamReader(RowReader):
         ) from None
 
     def _begin(self) -> None:
-        """Makes the streams of this process, at the states where the iteration begins."""
+        """Makes the streams of this process, at the states at which the iteration begins."""
         spec = self._rows.spec
         sources, seed = self._rows.sources, spec.plan.seed
         ahead = WAITED_BYTES // (len(sources) * max(1, len(self._own)))
@@ -357,8 +357,8 @@ class StreamReader(RowReader):
         ]
         for state in self._states:
             self._bad.update({i: place.bad for i, place in enumerate(state.drawn)})
-        # Windows of a weight schedule depend on which streams have ended, which is known in the
-        # order of their rows alone.
+        # Windows of a weight schedule depend on which streams have ended, which is only known if
+        # windows are made in the order of their rows.
         ahead = self._windows_ahead and (spec.plan.schedule is None or spec.last_epoch is None)
         for number in self._own:
             state = self._states[number] if self._states else None
@@ -375,9 +375,9 @@ class StreamReader(RowReader):
             stream.begin()
 
     def _known(self) -> tuple[int, int] | None:
-        """Returns (rows of the run that stand in windows, the stream whose row is next).
+        """Returns (rows of the run that are in windows, the stream of the next row).
 
-        It is None where every stream has ended.
+        It is None if every stream has ended.
         """
         live = [
             (stream.state.first_row, number)
@@ -393,7 +393,7 @@ class StreamReader(RowReader):
     def _charge(self, made: Made) -> None:
         """Counts the bad rows of a window.
 
-        Those of streams that other processes read are known up to the state that was restored.
+        For streams that other processes read, they are known up to the restored state.
 
         Raises:
             BudgetError: There are more than max_bad_rows of a dataset.
@@ -413,7 +413,7 @@ class StreamReader(RowReader):
                     )
 
     def _places(self, rows: Int64) -> tuple[Int64, Int64]:
-        """Returns (stream, row of it) of each row, (-1, -1) for padding."""
+        """Returns (stream, row of the stream) for each row, (-1, -1) for padding."""
         real = rows >= 0
         if (self._ends == order.NEVER).all():
             turn, stream = np.divmod(rows, len(self._ends))
@@ -426,7 +426,7 @@ class StreamReader(RowReader):
         return np.where(real, streams[at], -1), np.where(real, numbers[at], -1)
 
     def _each(self, rows: Int64, ask: Callable[[Window[Place], int], int]) -> Int64:
-        """Returns what `ask` says of each row and its window, 0 for -1."""
+        """Returns the result of `ask` for each row and its window, 0 for -1."""
         found = np.zeros(len(rows), np.int64)
         # a loop over the rows of one batch
         for i, (number, row) in enumerate(
@@ -439,15 +439,15 @@ class StreamReader(RowReader):
 
 
 class StreamMark(NamedTuple):
-    """What stands behind some rows: the states of this process's streams, and the counters.
+    """The position after some rows: the states of this process's streams, and the counters.
 
-    `counts` holds those counters of StreamTotals that are of all streams together.
+    `counts` holds the counters of StreamTotals for all streams together.
     """
 
     rows: StreamRows
     states: Mapping[int, StreamState]
     totals: tuple[StreamTotals, ...]
-    counts: Mapping[str, int]  # those of StreamTotals that are of all streams together
+    counts: Mapping[str, int]  # the counters of StreamTotals for all streams together
 
     def ledger(self) -> Ledger:
         totals = dataclasses.replace(
@@ -456,7 +456,7 @@ class StreamMark(NamedTuple):
         return ledger_of(totals, self.rows.names, self.rows.spec)
 
     def hint(self) -> list[str]:
-        """Returns the state of every stream. Collective where several processes read their own."""
+        """Returns the state of every stream; collective if several processes read their own."""
         known = {number: to_text(state) for number, state in self.states.items()}
         count, room = self.rows.spec.num_streams, 24 + 48 * len(self.rows.sources)
         if len(known) < count:

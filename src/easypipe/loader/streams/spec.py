@@ -1,4 +1,4 @@
-"""StreamSpec: what decides a streaming loader's rows beside its data, such as sizes of windows."""
+"""StreamSpec: what, besides its data, decides a streaming loader's rows, such as window sizes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from easypipe.core.values import JsonObject
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.spec import LATER_CHOICES, PlanSpec, ends_choice
 
-STREAM_VERSION = 2  # raise it with every change that moves a document to another row
+STREAM_VERSION = 2  # raise it with every change that moves a document to a different row
 
-# Where shuffle_buffer_size is not set, a window of a stream has so many documents, or so many
-# tokens, or WINDOW_ROWS rows' worth of tokens where that is more, whichever comes first.
+# If shuffle_buffer_size is not set, a window of a stream ends after WINDOW_DOCS documents, or after
+# WINDOW_TOKENS tokens (or those of WINDOW_ROWS rows, if that is more).
 WINDOW_DOCS = 4096
 WINDOW_TOKENS = 1 << 20
 WINDOW_ROWS = 128
@@ -24,18 +24,19 @@ def window_tokens(pack: PackSpec | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSpec:
-    """The choices that, with the datasets, decide what stands in every row.
+    """The choices that, with the datasets, decide the content of every row.
 
     Args:
-        plan: The plan of each stream: its schedule's batches are a stream's rows of them, its
-            max_epochs the passes of each stream. Its windows end by `window_tokens` where their
-            size was not chosen.
-        num_streams: The canonical streams; each gives `batch_size // num_streams` rows of every
-            batch.
-        shuffle: Permutes the ranges of each pass.
-        shuffle_window: Permutes the documents within a window.
-        eos: The id that ends documents, or one for each dataset where they differ; None adds none.
-        joined: Rows of pack strategy "concat" are one segment each, over the ends of documents.
+        plan: The plan of each stream: the batches of its schedule are the stream's rows of each
+            batch, and max_epochs counts the stream's passes. Its windows end by `window_tokens` if
+            their size was not chosen.
+        num_streams: The number of canonical streams; each has `batch_size // num_streams` rows of
+            every batch.
+        shuffle: Whether the ranges of each pass are permuted.
+        shuffle_window: Whether the documents within a window are permuted.
+        eos: The id that ends documents, or one for each dataset if they differ; None adds none.
+        joined: Whether rows of pack strategy "concat" are one segment each, across the ends of
+            documents.
         train_continued: As for loader.rows.PlannedRows.
     """
 
@@ -49,13 +50,13 @@ class StreamSpec:
 
     @property
     def last_epoch(self) -> int | None:
-        """The epochs of the mixture in the whole run; None where it never ends."""
+        """The number of epochs of the mixture in the whole run; None if it never ends."""
         return self.plan.last_epoch([1] * len(self.plan.weights))
 
     def choices(self) -> JsonObject:
         """Returns the choices that decide the rows, as JSON.
 
-        It leaves out num_epochs: more epochs only add rows behind the last.
+        It leaves out num_epochs: more epochs only add rows at the end.
         """
         choices = {**to_dict(self), **to_dict(self.plan)}
         if self.plan.window_tokens is not None:

@@ -1,9 +1,9 @@
 """The saved state of a stream between two windows: at most 48 characters for each dataset.
 
-Integers are written as LEB128 (7 bits a byte, the highest bit says that more follow), deficits
-zigzag first, and the whole in base64 without padding: first_row, epoch, then for every dataset:
-deficit, active, and its place (epoch, entry, chunk, taken); then, where there are any, the bad rows
-of every dataset; and behind those, even where there are none, the document that is cut.
+Integers are written as LEB128 (7 bits per byte; the highest bit says that more follow), deficits
+after zigzag encoding, and the whole as base64 without padding. The order is: first_row, epoch; for
+every dataset deficit, active, and its place (epoch, entry, chunk, taken); the bad rows of every
+dataset, if there are any or a document is cut; and the document that is cut, if there is one.
 """
 
 from __future__ import annotations

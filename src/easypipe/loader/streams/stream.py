@@ -1,4 +1,4 @@
-"""Stream: one canonical stream, the documents that it draws in blocks, and the windows it made."""
+"""Stream: one canonical stream, the documents that it draws in blocks, and its windows."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import Stage
 from easypipe.plan.window import Planner, View, Window
 
-BLOCK_DOCS = 256  # documents are drawn by so many; a window ends between two blocks
+BLOCK_DOCS = 256  # documents are drawn in blocks of this many; a window ends between two blocks
 
 
 class StreamFeed:
-    """The documents of one stream, read forward: states have to come in order. Implements Feed.
+    """The documents of one stream, read forward: states must come in order. It implements Feed.
 
-    Weights that follow the training step look at the rows of all streams: `ends` says where those
-    ended that have. The code that makes the windows in the order of their rows keeps it
+    Weights that follow the training step depend on the rows of all streams: `ends` says where
+    streams have ended. The code that makes the windows in the order of their rows updates it
     (plan/order.py).
 
     Attributes:
         totals: The counters of the stream.
-        cursors: One for each dataset, once the feed is open.
+        cursors: One for each dataset, after the feed was opened.
         taken: The documents of the window that was made last.
     """
 
@@ -56,7 +56,7 @@ class StreamFeed:
         self.taken: list[list[Piece]] = []
 
     def open(self, state: StreamState, pool: ReadPool) -> None:
-        """Starts to read behind `state`."""
+        """Starts to read after `state`."""
         plan = self.spec.plan
         most, total = plan.window_docs, sum(plan.weights)
         for i, deal in enumerate(self._deals):
@@ -86,7 +86,7 @@ class StreamFeed:
         plan, streams = self.spec.plan, self.spec.num_streams
         if plan.schedule is None:
             return plan.stage(row)
-        # The schedule counts the rows of one stream as if no stream had ended.
+        # The schedule counts the rows of one stream as if none had ended.
         known = order.known_before(self._ends, row, self.number)
         there = order.rows_before(known, row, self.number) // streams
         stage = plan.stage(there)
@@ -122,7 +122,7 @@ class StreamFeed:
             counts[state.cut[0]] += 1
         self.taken = self._pieces(np.zeros_like(counts), counts)
         for i, (cursor, count) in enumerate(zip(self.cursors, counts.tolist(), strict=True)):
-            # the document that is cut goes on waiting
+            # a document that is cut keeps waiting
             cursor.take(count - (cut is not None and cut[0] == i))
             cursor.read_ahead(0 if draws.ended and cut is None else count)
         return tuple(cursor.place for cursor in self.cursors)
@@ -150,13 +150,13 @@ class Made(NamedTuple):
 
     Attributes:
         window: The window.
-        view: The window as kernels take it.
-        tables: Where its documents lie.
-        values: Where the values of each aligned column lie.
+        view: The window in the form for kernels.
+        tables: Where its documents are.
+        values: Where the values of each aligned column are.
         masked: Whether there are loss masks.
         chunks: The documents of each dataset; they own the memory that `tables` points to.
-        totals: The counters of the stream behind the window.
-        bad: For each dataset, the chunks with bad rows that count from here on.
+        totals: The counters of the stream after the window.
+        bad: For each dataset, the chunks with bad rows that count from this window on.
     """
 
     window: Window[Place]
@@ -174,15 +174,15 @@ class Made(NamedTuple):
 
 
 class Stream:
-    """The windows of one canonical stream, made when a row of them is asked for, or one ahead.
+    """The windows of one canonical stream, made when a row of them is requested, or one ahead.
 
-    Windows that were made and not yet forgotten are kept. It is not thread safe.
+    Windows are kept until they are forgotten. It is not thread-safe.
 
-    Law: from equal states come equal windows, whatever other streams there are; under weights that
-    follow the training step, where those ended that did before the window's first row.
+    Law: equal states lead to equal windows, whatever other streams there are. With weights that
+    follow the training step, windows also depend on the streams that ended before their first row.
 
     Attributes:
-        state: The state behind the last window that was asked for, whatever was made ahead.
+        state: The state after the last requested window, regardless of windows made ahead.
         ended: Whether the stream has ended there.
         totals: The counters of the stream there.
     """
@@ -198,10 +198,10 @@ class Stream:
 
         Args:
             feed: The documents of the stream.
-            pool: Reads chunks.
+            pool: The threads that read chunks.
             state: Where to begin.
-            ahead: Makes the next window while rows of this one are taken; None makes each when it
-                is asked for.
+            ahead: The thread that makes the next window while rows of this one are used; None makes
+                each on request.
         """
         self._feed, self._ahead = feed, ahead
         self._planner = Planner(feed.spec.plan, feed)
@@ -213,13 +213,12 @@ class Stream:
             feed.open(self.state, pool)
         self.totals = self._totals()
         self._first_epoch = self.state.epoch
-        self._end_row = -1  # where the last epoch ended that `_check_some_row` saw
-        # Tokens of the document that is cut where this begins: they were placed before the state
-        # was saved.
+        self._end_row = -1  # the end of the last epoch that `_check_some_row` checked
+        # The tokens of a document that is cut at the state which were placed before it was saved.
         self._placed_before = self.state.cut[1] if self.state.cut is not None else 0
 
     def go_on(self) -> Made:
-        """Returns the next window, which may hold no row."""
+        """Returns the next window, which may have no rows."""
         made = self._make() if self._ahead is None else self._wait(self._ahead).result()
         self._next = None
         if made.window.num_rows:
@@ -230,7 +229,7 @@ class Stream:
         return made
 
     def begin(self) -> None:
-        """Starts on the next window, where windows are made ahead."""
+        """Starts to make the next window, if windows are made ahead."""
         if self._ahead is not None and not self.ended:
             self._wait(self._ahead)
 
@@ -239,7 +238,7 @@ class Stream:
         return next((made.window.state for made in self.windows if row < made.stop), self.state)
 
     def forget(self, row: int) -> None:
-        """Drops windows that hold nothing at `row` or behind it."""
+        """Drops windows that hold nothing at or after `row`."""
         while self.windows and self.windows[0].stop <= row:
             self.windows.pop(0)
 
@@ -252,7 +251,7 @@ class Stream:
         return self._next
 
     def _make(self) -> Made:
-        """Makes the window behind the last that was made."""
+        """Makes the window after the last one."""
         window = self._planner.window(self._last)
         chunks = self._feed.taken
         self._enter(window, chunks)
@@ -266,11 +265,11 @@ class Stream:
         return Made(window, window.view, tables, values, masked, chunks, self._totals(), bad)
 
     def _totals(self) -> StreamTotals:
-        """Returns a copy of the counters as they stand now."""
+        """Returns a copy of the current counters."""
         return StreamTotals.total(len(self._feed.names), [self._feed.totals])
 
     def _enter(self, window: Window[Place], chunks: list[list[Piece]]) -> None:
-        """Counts what the window holds: all but a last document of which no token stands there."""
+        """Counts what the window holds, without a last document that has no token in it."""
         spec, totals, before = self._feed.spec, self._feed.totals, window.state
         cut, placed, after = before.cut, self._placed_before, window.after.cut
         docs = slice(window.dataset.size - window.ahead)
@@ -285,13 +284,13 @@ class Stream:
             totals.table[:, plan_stats.SEGMENTS] = segments
             if cut is None and not any(any(place[1:4]) for place in before.drawn):
                 totals.table[dataset[np.flatnonzero(lengths)[:1]], plan_stats.SEGMENTS] += 1
-        again = int(start > placed)  # a first document that was counted when it was drawn
+        again = int(start > placed)  # a first document that was already counted when it was drawn
         for i, (counts, part) in enumerate(zip(totals.datasets, chunks, strict=True)):
             if spec.eos is not None and part:
                 has_eos = np.concatenate([loaded.has_eos[a:b] for loaded, a, b in part])
                 mine = doc[again:][dataset[again:] == i]
                 counts["drawn", "EOS"] += int((~has_eos[mine]).sum())
-            # a document that is cut was counted as drawn, and waits to be read again
+            # a document that is cut was counted as drawn, and waits to be used again
             waits = after is not None and after[1] > 0 and after[0] == i
             counts["drawn", "waiting"] = self._feed.cursors[i].waiting - waits
         if after is None or window.dataset.size > 1:
@@ -299,11 +298,11 @@ class Stream:
         totals.packed_rows += layout.num_rows
 
     def _check_some_row(self, window: Window[Place]) -> None:
-        """Checks that an epoch gave some row.
+        """Checks that an epoch had a row.
 
         Raises:
             PlanError: Every document was longer than a row and left out.
-            ConfigError: A whole epoch gave no row, and all others would give none.
+            ConfigError: A whole epoch had no rows, and neither would all others.
         """
         end_row, self._end_row = self._end_row, window.after.first_row
         if end_row != self._end_row or self._planner.last_epoch is not None:
@@ -320,9 +319,9 @@ class Stream:
 
 
 def lay(chunks: list[list[Piece]]) -> Tables:
-    """Returns where documents lie: one part for each piece.
+    """Returns where documents are: one part for each piece.
 
-    Documents are numbered as their dataset's pieces stand.
+    Documents are numbered in the order of their dataset's pieces.
     """
     parts = [piece for part in chunks for piece in part]
     first_doc = [np.cumsum([0, *(b - a for _, a, b in part)]) for part in chunks]
@@ -344,9 +343,9 @@ def lay(chunks: list[list[Piece]]) -> Tables:
 
 
 def lay_values(chunks: list[list[Piece]]) -> dict[str, UInt64]:
-    """Returns where the values of aligned columns lie, for the parts that `lay` makes.
+    """Returns where the values of aligned columns are, for the parts that `lay` makes.
 
-    It is 0 where a part has no such column.
+    It is 0 if a part has no such column.
     """
     parts = [piece.loaded.values for part in chunks for piece in part]
     return {

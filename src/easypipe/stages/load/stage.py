@@ -1,4 +1,4 @@
-"""The load stage: makes a Loader, fills in defaults, picks streamed chunks to check again."""
+"""The load stage: makes a Loader, fills in defaults, picks streamed chunks to audit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE
 from easypipe.transforms.refused import advice
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
-DOCUMENTS_AT_A_TIME = 1 << 20  # documents whose lengths are read at a time, where all are
+DOCUMENTS_AT_A_TIME = 1 << 20  # how many lengths are read at a time, if all are read
 
 __all__ = ["LoadStage", "LoadStageConfig", "require_a_batch"]
 
@@ -98,12 +98,11 @@ class LoadStage(BaseStage):
     def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader:
         """Returns the loader over one dataset.
 
-        Tokenizes what is not tokenized yet, and plans as far as the first batch needs; all of it
-        where a document that is longer than a row is an error. In streaming it reads no rows.
+        It tokenizes what is not tokenized yet, and plans as far as the first batch needs, or
+        everything if a document longer than a row is an error. In streaming it reads no rows.
         """
         streaming = settings_of(context).streaming
-        # Rows that were packed and saved come in the order in which they are stored, which packing
-        # has shuffled.
+        # Packed rows that were saved are read in the stored order, which packing has shuffled.
         saved = SEGMENT_IDS in source.schema.names and planned_of(source) is None
         planned = None if saved else as_planned(name, source, context, stage="load")
         options = self._options(name, planned)
@@ -143,10 +142,9 @@ class LoadStage(BaseStage):
         )
 
     def _options(self, name: str, planned: PlannedSource | None) -> LoadStageConfig:
-        """Returns the config with what the mixture and packing decide.
+        """Returns the config with the options that the mixture and packing decide.
 
-        A mixture that restarts has no number of epochs, and packing may set the size of shuffled
-        blocks.
+        A mixture that restarts has no epochs, and packing may set the size of shuffled blocks.
         """
         options = self.config
         if planned is None:
@@ -164,7 +162,7 @@ class LoadStage(BaseStage):
 def as_planned(
     name: str, source: ShardedSource, context: PipelineContext, *, stage: str
 ) -> PlannedSource:
-    """Returns the source if a plan gives its rows, else its documents as they are drawn."""
+    """Returns the source if its rows are planned, else its documents in the order of a plan."""
     planned = planned_of(source)
     if planned is not None:
         return planned
@@ -189,17 +187,17 @@ def _stored_rows(
 def _collate(
     options: TokenizerConfig | None, planned: PlannedSource | None, rows: Rows | None
 ) -> CollateConfig:
-    """Returns how rows become batches; `rows` is None where they are read forward."""
+    """Returns how rows become batches; `rows` is None if they are read forward."""
     rule: Arguments = {"segment_ids": planned is None or planned.include_segment_ids}
     if options is not None:
         rule |= {
             "attention_mask": options.return_attention_mask,
-            # These three options are refused where rows are packed.
+            # These three options are invalid for packed rows.
             "padding_side": options.padding_side,
             "pad_to_multiple_of": options.pad_to_multiple_of,
             "length_buckets": _widths(options.length_buckets, rows),
         }
-        if planned is not None and planned.packing is None:  # other rows are full already
+        if planned is not None and planned.packing is None:  # other rows are already full
             rule |= {
                 "padding": options.padding,
                 "max_length": options.max_length if options.padding == "max_length" else None,
@@ -210,7 +208,7 @@ def _collate(
 def _with_policy(name: str, source: ShardedSource, context: PipelineContext) -> ShardedSource:
     """Returns rows of tokens as documents that have the bad-row policy of their dataset.
 
-    Packed rows are returned as they are: which of them are bad is not counted.
+    Packed rows are returned unchanged: bad ones among them are not counted.
     """
     require_tokens(name, source, "load")
     if planned_of(source) is not None:
@@ -250,7 +248,7 @@ def _tokenizer_options(
 ) -> TokenizerConfig | None:
     """Returns the options of the tokenizer that made the documents.
 
-    For tokens that were made before, they are those of the tokenizer that the config names.
+    For data that was already tokenized, it is the tokenizer that the config names.
     """
     tokenizer = tokenizer_of(source)
     if tokenizer is not None:
@@ -260,12 +258,12 @@ def _tokenizer_options(
 
 
 def _widths(buckets: int | Sequence[int], rows: Rows | None) -> tuple[int, ...]:
-    """Returns the widths of batches; `rows` is None where they are read forward."""
+    """Returns the widths of batches; `rows` is None if they are read forward."""
     if not isinstance(buckets, int):
         return tuple(buckets)
     if isinstance(rows, PlannedRows):
         if rows.seq_length is not None:
-            return (buckets,)  # the loader refuses it, since such rows have one width
+            return (buckets,)  # the loader raises an error, because such rows have one width
         return bucket_widths(
             length_counts(piece for cache in rows.caches for piece in _lengths_of(cache)), buckets
         )
@@ -288,7 +286,7 @@ def _lengths_of(cache: TokenCache) -> Iterator[Int32]:
 
 
 def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
-    """Returns the source, which knows the rows of a step if its weights follow the step."""
+    """Returns the source; if its weights follow the step, it gets the number of rows of a step."""
     planned = planned_of(source)
     mixture = None if planned is None else planned.mixture.for_load(options)
     if planned is None or mixture is None or mixture is planned.mixture:
@@ -299,7 +297,7 @@ def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
 def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
     """Raises ConfigError for a loader that would never yield a batch.
 
-    Training on it would end before it begins.
+    Training on it would end without a step.
     """
     needed = options.batch_size if options.drop_last else 1
     num_rows = rows.open().available(0, needed)
@@ -321,7 +319,7 @@ def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
 def _stream_rows(
     name: str, planned: PlannedSource | None, context: PipelineContext, config: LoadStageConfig
 ) -> StreamRows:
-    """Returns the rows of `planned` as they are read forward; reads none of them."""
+    """Returns the rows of `planned`, to be read forward; it reads none of them."""
     if planned is None:
         raise ConfigError(
             at="streaming",
@@ -350,7 +348,7 @@ def _stream_rows(
         },
         pad_token_id=pad,
         aligned=mixture.aligned,
-        # all parts are of one stage, so they have the same number
+        # all parts belong to one stage, so they have the same number of workers
         workers=next((count for count in workers if count is not None), None),
         name=f"loader of {name!r}",
     )
@@ -359,7 +357,7 @@ def _stream_rows(
 def _stream_spec(
     planned: PlannedSource, context: PipelineContext, config: LoadStageConfig
 ) -> streams.StreamSpec:
-    """Returns what decides the rows of a stream beside its data."""
+    """Returns everything except the data that decides the rows of a stream."""
     mixture = planned.mixture
     sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
     num_streams = settings_of(context).num_streams or default_streams(*sizes)
@@ -394,7 +392,7 @@ def _stream_spec(
 def decoder_of(source: ShardedSource) -> Decoder:
     """Returns a function from a dataset's name to its tokenizer.
 
-    For saved rows, whose datasets are no longer known apart, any name will do.
+    For saved rows, which no longer belong to known datasets, any name can be used.
     """
     planned = planned_of(source)
     parts = {} if planned is None else planned.mixture.parts
@@ -415,13 +413,13 @@ def decoder_of(source: ShardedSource) -> Decoder:
     return functools.cache(decoder)
 
 
-NAMED_ROWS = 64  # the places of so many bad rows of a chunk are kept
+NAMED_ROWS = 64  # the places of at most this many bad rows of a chunk are kept
 
 
 class ForwardDocuments:
-    """The documents of one dataset as streams read them, tokenized on the way.
+    """The documents of one dataset for streams, tokenized as they are read.
 
-    It implements loader.streams.feed.Forward. Where bad rows are skipped, the loader counts them
+    It implements loader.streams.feed.Forward. If bad rows are skipped, the loader counts them
     against `max_bad_rows`.
 
     Raises:
@@ -441,7 +439,7 @@ class ForwardDocuments:
         """The shards of the source.
 
         Raises:
-            SourceError: It is unknown where one ends.
+            SourceError: The end of a shard is unknown.
         """
         shards, files = self._source.shards, info_of(innermost(self._source))
         for shard in shards:
@@ -472,7 +470,7 @@ class ForwardDocuments:
             rejects[reject.reason] += reject.count
         # rows that became documents
         made = batch.num_rows - found.counts.lengths.get("pieces", 0)
-        # Some sources only say which rows they pass on.
+        # Some sources do not report the rows that they leave out.
         if self.unit == "records" and here.num_rows is not None:
             rejects["other"] += stop - start - made - rejects.total()
         mask = (
@@ -507,13 +505,12 @@ class ForwardDocuments:
         return EncodedDocuments(batch, Counts(docs=batch.num_rows), rejects)
 
     def _audit_key(self, shard: int, start: int, stop: int) -> str | None:
-        """Returns a key for chunks in which text is encoded again with the reference, else None.
+        """Returns a key for chunks that are audited with the reference encoder, else None.
 
-        Their places decide which chunks these are: so many that about a thousandth of all text is
-        checked.
+        The position of a chunk decides; enough are chosen to check about a thousandth of all text.
         """
         at, plain = self._source.shards[shard], stop - start
-        if at.num_rows:  # if the range counts bytes, there are as many as at rest
+        if at.num_rows:  # if the range counts bytes, they are the bytes of the file
             plain = at.num_bytes * plain // at.num_rows
         key = digest("audit a chunk", at.name, start)
         return (

@@ -1,1 +1,1 @@
-"""The mix stage makes one dataset of several, by weights and weight schedules."""
+"""The mix stage makes one dataset from several, by weights and weight schedules."""

@@ -1,4 +1,4 @@
-"""MixStageConfig: weights, schedule, unit, blocks and caps on passes; checks of all their names."""
+"""MixStageConfig: weights, schedule, unit, blocks and limits on passes; checks of their names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WeightSchedulePoint:
     """The weights of all datasets at one training step.
 
     Args:
-        step: Step of the trainer, counted from 0; one batch of the loader is one step.
+        step: The trainer's step, counted from 0; one batch of the loader is one step.
         weights: A number of at least 0 for each dataset, in any scale; 0 leaves the dataset out at
             that step.
     """
@@ -63,24 +63,24 @@ class MixStageConfig:
         weight_schedule_type: Between two points the weights stay (`step`), or change along a line
             (`linear`) or half a cosine wave (`cosine`).
         batch_size: Rows of a training step, for weight_schedule. None takes that of load(), or of
-            the config's `load`; a different one is refused.
-        unit: What the weights are shares of: documents (`rows`), or their tokens that get a place
-            in a row (`tokens`).
+            the config's `load`; a different one is an error.
+        unit: What the weights are shares of: documents (`rows`), or tokens that are placed in rows
+            (`tokens`).
         max_epochs: For each named dataset, how often each of its documents may be drawn in the
             whole run. The dataset then leaves the mixture, and the others continue by their
             weights. A mixture that restarts ends if all its datasets have such a limit.
         block_size: Round the shares to whole documents of a block of this size, so that every such
             block holds the same number of each dataset; under a schedule, the shares of each window
-            are rounded. None keeps every prefix within one document of the weights. Refused with
+            are rounded. None keeps every prefix within one document of the weights. An error with
             unit `tokens`.
-        stop_strategy: `restart` begins an exhausted dataset again and never ends; `first_exhausted`
-            ends before the first document that an exhausted dataset would have to give;
-            `all_exhausted` continues with the others, so that every document comes exactly once.
-        seed: Seed of the mixture, instead of the pipeline's.
-        allow_mixed_tokenizers: Accept datasets of different tokenizers, which are refused
+        stop_strategy: `restart` starts an exhausted dataset again and never ends; `first_exhausted`
+            ends when an exhausted dataset would be drawn; `all_exhausted` continues with the
+            others, so that every document comes exactly once.
+        seed: The seed of the mixture, instead of the pipeline's.
+        allow_mixed_tokenizers: Accept datasets of different tokenizers, which are an error
             otherwise.
         provenance: Keep the column `__source__` in packed rows too: the dataset of every segment,
-            in the order of the segments. save() writes it, batches leave it out. Mixed rows that
+            in the order of the segments. save() writes it; batches leave it out. Mixed rows that
             are not packed always have it.
     """
 
@@ -167,7 +167,7 @@ class MixStageConfig:
                 raise error.under(f"weight_schedule[{i}]") from None
 
     def check_names(self, names: list[str]) -> None:
-        """Raises ConfigError where weights, points or max_epochs do not name these datasets."""
+        """Raises ConfigError if weights, points or max_epochs do not name these datasets."""
         check_weights(self.weights, names)
         for i, point in enumerate(self.weight_schedule or ()):
             check_weights(point.weights, names, f"mix.weight_schedule[{i}].weights")
@@ -177,7 +177,7 @@ class MixStageConfig:
             )
 
     def ends(self, names: list[str]) -> bool:
-        """Whether the mixture of these datasets comes to an end."""
+        """Whether the mixture of these datasets ends."""
         return (
             self.stop_strategy != "restart"
             or len(names) == 1
@@ -188,7 +188,7 @@ class MixStageConfig:
 def check_weights(
     weights: dict[str, float] | None, names: list[str], at: str = "mix.weights"
 ) -> None:
-    """Raises ConfigError where weights and datasets do not have the same names."""
+    """Raises ConfigError if weights and datasets do not have the same names."""
     if weights is None:
         return
     for name in weights:
@@ -207,7 +207,7 @@ def block_weights(weights: dict[str, float], block_size: int) -> tuple[int, ...]
     """Returns the whole documents of each dataset in a block, rounded by largest remainders.
 
     Raises:
-        ConfigError: The share of a dataset is rounded to nothing.
+        ConfigError: The share of a dataset is rounded to 0.
     """
     exact = dict(zip(weights, integer_weights(weights), strict=True))
     shares = {
@@ -230,7 +230,7 @@ def block_weights(weights: dict[str, float], block_size: int) -> tuple[int, ...]
 
 
 def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
-    """Raises ConfigError where points do not follow one another, or name different datasets."""
+    """Raises ConfigError if the points are not in ascending order or name different datasets."""
     require(points, at, "it has no points", "Give at least one, or leave it out.")
     first = points[0].weights
     for i, point in enumerate(points):
@@ -262,7 +262,7 @@ def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[i
     """Returns integers in the ratio of `weights`, in the order of `names`; 0 stays 0.
 
     Raises:
-        ConfigError: A weight is too small beside the others.
+        ConfigError: A weight is too small compared to the others.
     """
     above = {name: weight for name, weight in weights.items() if weight > 0}
     try:
@@ -273,10 +273,10 @@ def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[i
 
 
 def restarts(num_epochs: int, what: str, *, endless: bool) -> ConfigError:
-    """Returns the error for a number of passes over a mixture that begins its datasets again.
+    """Returns the error for a number of passes over a mixture that restarts its datasets.
 
     Args:
-        num_epochs: The passes that were asked for.
+        num_epochs: The number of passes in the config.
         what: The mixture, in words.
         endless: Whether it never ends; else mix.max_epochs ends it.
     """

@@ -1,6 +1,6 @@
 """Mixture and PlannedSource: weighted datasets, their common tokenizer and padding id, their plans.
 
-Nothing is tokenized before a plan is asked for.
+Nothing is tokenized before a plan is requested.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from easypipe.stages.tokenize.documents import Documents, aligned_of, token_info
 
 @dataclass(frozen=True)
 class Mixture:
-    """Datasets and how often each is drawn; a dataset on its own is a mixture of one.
+    """Datasets and how often each is drawn; a single dataset is a mixture of one.
 
     Attributes:
         parts: The datasets by name.
-        spec: How they are drawn; each plan adds what is packed, in which windows and how often.
+        spec: How they are drawn; each plan adds packing, windows and epochs.
         context: The context of the pipeline.
-        batch_size: The rows of a step of its schedule, where mix.batch_size gives it.
-        provenance: Whether packed rows tell the dataset of every segment.
+        batch_size: The rows of a step of its schedule, if mix.batch_size sets it.
+        provenance: Whether packed rows name the dataset of every segment.
     """
 
     parts: Mapping[str, Documents]
@@ -65,17 +65,17 @@ class Mixture:
     _plans: dict[tuple[PackSpec | None, int | None, int | None], Plan] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    # the number of checkpoints of each plan that this process has committed or found
+    # for each plan, the number of checkpoints that this process has committed or found
     _remembered: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def restarts(self) -> bool:
-        """Whether its datasets begin again on their own; it then has no epochs."""
+        """Whether exhausted datasets restart; the mixture then has no epochs."""
         return not self.spec.has_epochs
 
     @property
     def endless(self) -> bool:
-        """Whether it restarts, and a dataset may be passed through any number of times."""
+        """Whether it restarts, and a dataset has no limit on its passes."""
         return self.restarts and None in self.spec.caps
 
     def for_load(self, load: LoadStageConfig) -> Mixture:
@@ -84,7 +84,7 @@ class Mixture:
         Without a schedule it returns itself.
 
         Raises:
-            ConfigError: mix.batch_size is another number.
+            ConfigError: mix.batch_size is a different number.
         """
         if self.spec.schedule is None:
             return self
@@ -129,13 +129,13 @@ class Mixture:
 
     @property
     def tokens(self) -> TokenInfo | None:
-        """The tokens of the first dataset; others' differ only where that is allowed."""
+        """The tokens of the first dataset; those of others may differ only if that is allowed."""
         info = token_info(next(iter(self.parts.values())))
         return info and dataclasses.replace(info, vocab_size=self.vocab_size)
 
     @property
     def vocab_size(self) -> int:
-        """The largest vocabulary of the datasets; 2^32 where one is unknown."""
+        """The size of the largest vocabulary of the datasets; 2^32 if one is unknown."""
         return max(
             1 << 32 if (info := token_info(source)) is None else info.vocab_size
             for source in self.parts.values()
@@ -143,7 +143,7 @@ class Mixture:
 
     @property
     def pad_token_id(self) -> int:
-        """The id that fills up rows that are not packed: the padding, else the EOS, else 0."""
+        """The id that pads rows that are not packed: the padding token, else the EOS, else 0."""
         info = self.tokens
         known = () if info is None else (info.pad_token_id, info.eos_token_id)
         return next((token for token in known if token is not None), 0)
@@ -155,16 +155,16 @@ class Mixture:
 
     @property
     def mask_fields(self) -> list[pa.Field]:
-        """The field of the loss mask, where there is one."""
+        """The field of the loss mask, if there is one."""
         kind = pa.large_list(pa.uint8())
         return [pa.field(LOSS_MASK, kind, nullable=False)] if self.has_loss_mask else []
 
     @property
     def aligned(self) -> tuple[AlignedColumn, ...]:
-        """The columns whose values travel with the tokens, beside the loss mask.
+        """The aligned columns, without the loss mask.
 
         Raises:
-            ConfigError: The datasets differ in them.
+            ConfigError: The datasets have different ones.
         """
         return joined_columns([(name, aligned_of(part)) for name, part in self.parts.items()])
 
@@ -175,7 +175,7 @@ class Mixture:
 
     @property
     def description(self) -> str:
-        """A digest of what is mixed and how, known before a text is read."""
+        """A digest of what is mixed and how, which is known before any text is read."""
         parts = [[name, part.fingerprint] for name, part in self.parts.items()]
         one, weights = self.spec, self.spec.schedule or self.spec.weights
         how = (weights, one.block, one.stop, one.seed, one.unit, one.max_epochs, one.order)
@@ -185,7 +185,7 @@ class Mixture:
         """Returns the token cache of each dataset; tokenizes what is not tokenized yet.
 
         Raises:
-            ConfigError: In streaming, which keeps no tokens.
+            ConfigError: The config streams, so that tokens are not stored.
         """
         return self._caches
 
@@ -204,7 +204,7 @@ class Mixture:
     def without_eos(self) -> tuple[int, ...]:
         """Returns how many documents of each dataset do not end with their tokenizer's EOS.
 
-        Prepares the datasets where that was not done.
+        It prepares the datasets if that was not done.
         """
         return self._without_eos
 
@@ -219,8 +219,8 @@ class Mixture:
 
         Args:
             pack: How documents are packed; None: each is a row.
-            num_epochs: How many epochs; None: without end. Mixtures that restart have no epochs.
-            eos: The id that ends documents which lack an EOS; None adds none.
+            num_epochs: How many epochs; None: endless. Mixtures that restart have no epochs.
+            eos: The id that ends documents without an EOS; None adds none.
         """
         choice = pack, None if self.restarts else num_epochs, eos
         if choice not in self._plans:
@@ -239,7 +239,7 @@ class Mixture:
         )
 
     def remember(self, plan: Plan) -> None:
-        """Commits the checkpoints of a plan beside the caches, for the next process."""
+        """Commits the checkpoints of a plan in the cache folder, for the next process."""
         known = plan.checkpoints()
         if len(known) <= self._remembered.get(plan.fingerprint, 0):
             return
@@ -253,7 +253,7 @@ class Mixture:
             storage.sweep(path.parent)
 
     def _make(self, pack: PackSpec | None, num_epochs: int | None, eos: int | None) -> Plan:
-        """Makes a plan, with its checkpoints if an earlier process committed some."""
+        """Makes a plan, with the checkpoints that an earlier process committed."""
         datasets = [self._dataset(i, name, eos) for i, name in enumerate(self.parts)]
         length = None if pack is None else pack.seq_length
         spec = dataclasses.replace(
@@ -268,9 +268,9 @@ class Mixture:
         return plan
 
     def _recalled(self, plan: Plan) -> Sequence[WindowState]:
-        """Returns the checkpoints that `remember` committed, from which the plan goes on.
+        """Returns the checkpoints that `remember` committed, from which the plan continues.
 
-        It returns () where they are missing or cannot be those of this plan: then they are found
+        It returns () if they are missing or cannot be those of this plan; they are then computed
         again.
         """
 
@@ -288,7 +288,7 @@ class Mixture:
         return recall_checked(self._checkpoint_path(plan), states, what="the plan") or ()
 
     def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
-        """Returns a dataset as plans see it; `eos` adds a token to documents without one."""
+        """Returns a dataset for plans; `eos` adds a token to documents without one."""
         cache = self._caches[i]
         tokens, fingerprint, lengths = cache.total_tokens, cache.fingerprint, cache.lengths
         if eos is not None:
@@ -303,12 +303,12 @@ class Mixture:
 class PlannedSource(Source):
     """Rows of a plan over a mixture's documents: documents as they are drawn, or packed rows.
 
-    They are counted once they are prepared; an endless mixture has no count.
+    Preparing counts them; an endless mixture has no count.
 
     Attributes:
         kind: The first word of its digests, and the name of its shard.
-        packing: How documents are laid into rows; None: each is a row of its own, as it is stored.
-        eos_token_ids: For each dataset the id that ends documents which lack an EOS; () adds none.
+        packing: How documents are packed into rows; None: each document is a row, as it is stored.
+        eos_token_ids: For each dataset, the id that ends documents without an EOS; () adds none.
         joined: As in PlannedRows.
         train_continued: As in PlannedRows.
         shuffle_buffer_factor: As in PackStageConfig.
@@ -344,7 +344,7 @@ class PlannedSource(Source):
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id that ends documents of the first dataset which lack an EOS; None adds none."""
+        """The id that ends documents of the first dataset without an EOS; None adds none."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     @property
@@ -362,7 +362,7 @@ class PlannedSource(Source):
         return self.mixture.plan(self.packing, num_epochs=num_epochs, eos=self.eos_token_id)
 
     def rows(self, num_epochs: int | None = 1) -> PlannedRows:
-        """Returns the rows of `num_epochs` epochs (None: all) as a loader gathers them."""
+        """Returns the rows of `num_epochs` epochs (None: all), for a loader."""
         if num_epochs not in self._rows:
             self._rows[num_epochs] = PlannedRows(
                 self.plan(num_epochs),
@@ -375,21 +375,21 @@ class PlannedSource(Source):
         return self._rows[num_epochs]
 
     def content(self) -> str:
-        """Returns a digest of the rows themselves, the same wherever their documents come from.
+        """Returns a digest of the rows themselves, wherever their documents come from.
 
-        Prepares the rows.
+        It prepares the rows.
         """
         return digest(self.kind, self.plan().fingerprint, *self._ends())
 
     def _ends(self) -> list[int | str | None]:
-        """Returns what a digest needs to know of rows beside the plan."""
+        """Returns what a digest of rows needs in addition to the plan."""
         return []
 
     def prepare(self, num_epochs: int | None = 1) -> Self:
         """Tokenizes and plans what is not done yet, and returns itself.
 
         Raises:
-            PlanError: No document fits into a row.
+            PlanError: None of the documents fits into a row.
         """
         plan = self.plan(num_epochs)
         if plan.num_rows == 0 and plan.spec.pack is not None:
@@ -403,5 +403,5 @@ class PlannedSource(Source):
 
 
 def planned_of(source: ShardedSource) -> PlannedSource | None:
-    """Returns the source if a plan over a mixture gives its rows, else None."""
+    """Returns the source if its rows are planned over a mixture, else None."""
     return source if isinstance(source, PlannedSource) else None

@@ -20,16 +20,16 @@ from easypipe.stages.mix.config import (
 class WeightScheduler:
     """Weights by training step, from a few points, as in a mixture with the same schedule.
 
-    Before the first point the weights are those of the first, after the last those of the last.
+    Before the first point the weights are those of the first; after the last, those of the last.
 
     Args:
-        points: WeightSchedulePoints, or mappings with `step` and `weights`; steps ascending, the
-            same datasets in all.
+        points: WeightSchedulePoints, or mappings with `step` and `weights`; steps must ascend, and
+            all points must name the same datasets.
         type: Between two points the weights stay (`step`), or change along a line (`linear`) or
             half a cosine wave (`cosine`).
 
     Raises:
-        ConfigError: For invalid points.
+        ConfigError: A point is invalid.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class WeightScheduler:
         self._schedule = Schedule(exact_points(made, self._names), type, ((0, 1),))
 
     def get_weights(self, step: int) -> dict[str, float]:
-        """The share of each dataset at a training step; they sum to 1."""
+        """Returns the share of each dataset at a training step; the shares sum to 1."""
         require(step >= 0, "step", f"{step} is before the first step", "Steps count from 0.")
         return dict(zip(self._names, map(float, self._schedule.shares(step)), strict=True))
 
@@ -61,5 +61,5 @@ def exact_points(
 
 
 def batch_sizes_of(load: LoadStageConfig) -> tuple[tuple[int, int], ...]:
-    """Returns (step, rows of a batch from there on), the first of them from step 0."""
+    """Returns (step, rows of a batch from that step on) for each change; the first is step 0."""
     return ((0, load.batch_size), *load.batch_size_schedule)

@@ -1,4 +1,4 @@
-"""The mix stage makes one dataset of several, by their weights or by equal ones, which it logs."""
+"""The mix stage makes one dataset from several, by their weights or equal ones, which it logs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MixStage(BaseStage):
         return "mix"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
-        """Mixes the datasets; reads no rows.
+        """Mixes the datasets; it reads no rows.
 
         Raises:
             ConfigError: Weights do not name the datasets, or tokenizers or kinds of rows differ.
@@ -90,7 +90,7 @@ class MixStage(BaseStage):
         return {"mixed": MixedShardedSource(mixture if load is None else mixture.for_load(load))}
 
     def _schedule(self, names: list[str]) -> Schedule | None:
-        """Returns the weight schedule in exact integers; None where the config has none."""
+        """Returns the weight schedule in exact integers; None if the config has none."""
         config, points = self.config, self.config.weight_schedule
         if points is None:
             return None
@@ -129,10 +129,10 @@ class MixedShardedSource(PlannedSource):
         """Makes a mixture without a pipeline.
 
         Args:
-            sources: Documents of tokens by name, as `Pipeline.tokenize()` makes them, or any source
+            sources: Token documents by name, as `Pipeline.tokenize()` makes them, or any source
                 with a column `input_ids`.
             config: The options of the mixture; None takes the defaults.
-            cache_dir: The folder of plans, and of tokens that are in no cache yet; None takes
+            cache_dir: The folder of plans, and of tokens that are not in a cache yet; None takes
                 EASYPIPE_CACHE, else the user's cache folder.
             seed: The seed of the order.
             shuffle: Whether every pass has a new permutation of each dataset; False keeps their

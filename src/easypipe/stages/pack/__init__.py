@@ -1,1 +1,1 @@
-"""The pack stage lays documents into rows of a fixed number of tokens."""
+"""The pack stage packs documents into rows of a fixed number of tokens."""

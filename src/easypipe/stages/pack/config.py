@@ -1,4 +1,4 @@
-"""PackStageConfig: how documents are laid into rows, and what strategies and options exclude."""
+"""PackStageConfig: how documents are packed into rows; which strategies and options conflict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_PACKERS = 16
 
 @config
 class PackStageConfig:
-    """How documents are laid into rows of `seq_length` tokens.
+    """How documents are packed into rows of `seq_length` tokens.
 
     docs/packing.md describes the strategies.
 
@@ -23,27 +23,27 @@ class PackStageConfig:
             row ends; the others cut only documents longer than a row.
         num_packers: Open rows of `pool` (default 16). With other strategies it has no effect, and a
             warning says so.
-        oversize: What happens to a document longer than a row; `concat` accepts only `split`. Under
-            `split`, tokenize() cuts conversations between turns to fit rows, unless they have a
-            max_length or a length of their own.
-        train_continued: With `split`, also train the later pieces of a document that begins with a
-            prompt or a first turn. They are in other rows, without that prompt; by default they
+        oversize: What happens to a document longer than a row; `concat` accepts only `split`. With
+            `split`, tokenize() cuts conversations between turns to fit rows, unless they have their
+            own max_length or length.
+        train_continued: With `split`, also train on the later pieces of a document that begins with
+            a prompt or a first turn. They are in other rows, without that prompt; by default they
             have no targets.
         segments: With `concat`, what a segment is: a `document`, or the whole `row`. In the latter
             case documents of a row see each other, positions run through the row, and every token
-            but the very first is a label.
-        eos_token_id: Ends every document that does not end with it already. None takes the
-            tokenizer's own; a different one is an error.
-        pad_token_id: Fills the rest of a row; such slots have segment 0. None takes the tokenizer's
-            own, or its EOS if it has no padding token.
+            except the first of all is a label.
+        eos_token_id: The token added to every document that does not already end with it. None
+            takes the tokenizer's; a different one is an error.
+        pad_token_id: The token that fills the rest of a row; such slots have segment 0. None takes
+            the tokenizer's, or its EOS if it has no padding token.
         include_segment_ids: False leaves `segment_ids` out of batches, for models that do not use
             them: documents of a row then see each other, and a warning says so. Labels never cross
             documents, and saved rows keep the column.
-        shuffle_packed: Permute the rows within a window of documents; without it, `first_fit` gives
-            rows of long documents first.
-        shuffle_buffer_factor: Permute rows across the borders of windows too, when they are loaded,
-            within blocks of this many batches. load.shuffle_buffer_size, which counts rows,
-            overrides it. Needs shuffle_packed.
+        shuffle_packed: Permute the rows within a window of documents; without it, rows of long
+            documents come first with `first_fit`.
+        shuffle_buffer_factor: At loading, also permute rows across windows, within blocks of this
+            many batches. load.shuffle_buffer_size, which counts rows, overrides it. It needs
+            shuffle_packed.
     """
 
     enabled: bool = True
@@ -111,12 +111,12 @@ class PackStageConfig:
 
     @property
     def concat(self) -> bool:
-        """Whether documents lie end to end, over the ends of rows."""
+        """Whether documents are concatenated across the ends of rows."""
         return self.strategy in ("concat", "stream")
 
     @property
     def holds(self) -> bool:
-        """Whether a prompt or conversation that goes on in another row has no targets there."""
+        """Whether a prompt or conversation that continues in another row has no targets there."""
         return (
             self.enabled
             and self.oversize == "split"
@@ -125,7 +125,7 @@ class PackStageConfig:
         )
 
     def spec(self) -> PackSpec:
-        """Returns the options as the plan takes them."""
+        """Returns the options for the plan."""
         return PackSpec(
             seq_length=self.seq_length,
             strategy="stream" if self.strategy == "concat" else self.strategy,

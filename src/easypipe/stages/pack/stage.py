@@ -45,7 +45,7 @@ class PackStage(BaseStage):
     """The pack stage: every dataset becomes a PackedShardedSource.
 
     Args:
-        chosen: False where a compat API sets options that its user cannot; no warning speaks of
+        chosen: False if a compat API sets options that its user cannot; warnings do not mention
             them.
     """
 
@@ -60,7 +60,7 @@ class PackStage(BaseStage):
         return "pack"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
-        """Lays packed sources over the datasets; reads no rows."""
+        """Wraps the datasets in packed sources; it reads no rows."""
         if not self.config.enabled:
             return data
         if self.config.num_packers is not None and self.config.strategy != "pool":
@@ -86,7 +86,7 @@ def mixture_of(
 ) -> Mixture:
     """Returns the mixture that a source belongs to, packed or not.
 
-    A dataset on its own is a mixture of one: every document comes once an epoch.
+    A single dataset is a mixture of one, in which every document comes once per epoch.
     """
     if (planned := planned_of(source)) is not None:
         return planned.mixture
@@ -108,8 +108,8 @@ class PackedShardedSource(PlannedSource):
 
     Their columns are `input_ids`, `segment_ids`, `position_ids`, and `loss_mask` if a dataset has
     one. With strategy `concat` they also have `look_ahead`: the label of the last slot, which is
-    the first token of another row. Opening it reads nothing; `prepare()` counts its rows, except
-    those of an endless mixture.
+    the first token of another row. Opening it reads nothing; `prepare()` counts its rows unless the
+    mixture is endless.
     """
 
     kind = "packed"
@@ -173,9 +173,9 @@ class PackedShardedSource(PlannedSource):
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of a row's values, the same for all rows.
+        """The bytes of a row's values, equal for all rows.
 
-        The names in `__source__` are not counted: they are few, and stored once each.
+        The names in `__source__` are not counted, because each of them is stored once.
         """
         aligned = self.mixture.aligned
         names = [SOURCE, *(column.name for column in aligned)]
@@ -219,7 +219,7 @@ class PackedShardedSource(PlannedSource):
         return pa.record_batch(arrays, schema=self.schema)
 
     def _provenance(self, rows: Int64) -> pa.Array:
-        """Returns for every row the datasets of its segments, the first segment first."""
+        """Returns for every row the datasets of its segments, in the order of the segments."""
         pieces = self.plan().pieces(rows)
         each = 2 if self.mixture.paired else 1  # segments of a piece
         offsets = offsets_of(np.bincount(pieces.row, minlength=len(rows)) * each)
@@ -231,7 +231,7 @@ class PackedShardedSource(PlannedSource):
 
 
 def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
-    """Logs which conversations are trained in their first row alone."""
+    """Logs which conversations are trained on only in their first row."""
     for name, source in mixture.parts.items():
         prompts = prompts_of(source)
         if prompts is not None and prompts.splits and prompts.room != seq_length:
@@ -245,10 +245,10 @@ def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
 
 
 def _check_whole(config: PackStageConfig, what: str) -> None:
-    """Checks that no option cuts what must stay whole in one row: pairs, and answers with verdicts.
+    """Checks that no option cuts what must stay in one row: pairs, and answers with verdicts.
 
     Raises:
-        ConfigError: An option does.
+        ConfigError: An option cuts it.
     """
     require(
         not config.concat,
@@ -267,8 +267,7 @@ def _check_whole(config: PackStageConfig, what: str) -> None:
 def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
     """Returns the id that ends the documents of each dataset.
 
-    () where rows are one segment each and nothing ends the documents of the only dataset, which a
-    warning says.
+    It is (), with a warning, if each row is one segment and the only dataset has no EOS.
 
     Raises:
         ConfigError: Tokenizer and config disagree, or neither has an EOS.
@@ -316,7 +315,7 @@ def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
 
 
 def _pad(mixture: Mixture, config: PackStageConfig, eos: int | None) -> int:
-    """Returns the id that fills the rest of a row: the config's, the padding, the EOS, or 0."""
+    """Returns the id that fills the rest of a row: the config's, the padding, the EOS or 0."""
     if config.pad_token_id is not None:
         _in_vocabulary("pack.pad_token_id", config.pad_token_id, mixture)
         return config.pad_token_id

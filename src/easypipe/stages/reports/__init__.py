@@ -1,1 +1,1 @@
-"""Reports of what a pipeline did and would do: ledger, plan report, shares by step."""
+"""Reports on what a pipeline did or would do: ledger, plan report, shares by step."""

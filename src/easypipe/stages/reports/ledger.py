@@ -1,4 +1,4 @@
-"""Makes the ledger of a pipeline, from what the caches recorded and what the plan says."""
+"""Makes the ledger of a pipeline from the records of the caches and the plan."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from easypipe.plan.plan_stats import DatasetStats
 from easypipe.stages.mix.mixture import Mixture, PlannedSource, planned_of
 from easypipe.stages.tokenize.documents import is_documents
 
-# targets of pieces that continue a conversation or completion of another row
+# targets in pieces that continue a conversation or completion from another row
 WITHOUT_PROMPT = "without their prompt"
 
 
 def ledger_of(name: str, source: ShardedSource) -> Ledger:
-    """Returns every balance that led to one epoch of `source`, which is called `name`.
+    """Returns every balance from the input to one epoch of `source`, which is called `name`.
 
     Raises:
-        LedgerError: A balance does not close.
+        LedgerError: An entry does not balance.
     """
     ledger = Ledger()
     if is_documents(source):
@@ -43,7 +43,7 @@ def _plan_entries(ledger: Ledger, whole: str, planned: PlannedSource) -> None:
         stream_start(plan) if joined else -1
     )  # the only dataset whose first token is not a target
     trained = None
-    if mixture.has_loss_mask:  # the only number that lengths do not give
+    if mixture.has_loss_mask:  # the only number that does not follow from lengths
         hold = packed and planned.rows().hold
         trained = count_targets(plan, mixture.prepare(), stats.rows, joined=joined, hold=hold)
     for i, (name, part) in enumerate(stats.datasets.items()):
@@ -70,7 +70,7 @@ def _plan_entries(ledger: Ledger, whole: str, planned: PlannedSource) -> None:
 def _eos_added(mixture: Mixture, i: int, part: DatasetStats) -> int | None:
     """Returns how many EOS tokens the plan added to what was drawn.
 
-    None where only a part of a dataset was drawn that has some EOS of its own.
+    It is None if only a part was drawn of a dataset in which some documents already end with EOS.
     """
     lacking = mixture.without_eos()[i]
     if lacking in (0, part.num_docs):

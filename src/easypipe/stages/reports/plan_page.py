@@ -1,4 +1,4 @@
-"""Makes the page of a plan report: the run's size, its datasets, and notes before it starts."""
+"""Makes the page of a plan report: the run's size, its datasets, and notes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from easypipe.stages.reports.plan_report import DatasetPlan, PlanReport, megabyt
 
 
 def plan_sections(plan: PlanReport) -> Sequence[Section]:
-    """Returns the sections of the page, with what `str(plan)` says on a terminal."""
+    """Returns the sections of the page, with the content of `str(plan)`."""
     head = ("dataset", "documents", "tokens", f"asked ({plan.unit})", "realised", "of tokens")
     head += ("drawn", "epochs", "tokens cut or dropped", "token cache")
     return (

@@ -1,7 +1,7 @@
-"""PlanReport: what a run would do and notes on it, from lengths, weights and row counts alone.
+"""PlanReport: what a run would do and notes on it, only from lengths, weights and row counts.
 
 In this file:
-    step: One batch. A run has as many as it asks for, or as the data gives.
+    step: One batch. A run has as many as are requested, or as the data has.
     draw: A document taken for the run; a dataset that is drawn more often than it has documents
         begins its next epoch.
 """
@@ -49,20 +49,20 @@ class DatasetPlan:
     """One dataset over the run.
 
     Attributes:
-        documents, tokens: What the dataset holds, with the EOS that packing adds.
-        requested: The share that the weights ask for, over the run where they follow the step.
-        realised: document_share or token_share, by the unit of the weights (mix.unit).
+        documents, tokens: The size of the dataset, including the EOS that packing adds.
+        requested: The share by the weights; the mean over the run if they follow the step.
+        realised: document_share or token_share, depending on the unit of the weights (mix.unit).
         document_share, token_share: Its shares of the documents and tokens of the run.
-        drawn: Documents of the run. Of a document that is cut, the part counts that is in the run's
-            rows; a dataset with any token there has at least 1.
-        epochs: How often that is each document.
+        drawn: Documents of the run. A document that is cut counts with the part in the run's rows;
+            a dataset with any token there has at least 1.
+        epochs: How often each document is drawn on average.
         tokens_placed: Tokens in the run's rows.
-        documents_truncated, tokens_truncated: Documents longer than a row and what they lost.
-            These, and what is dropped or empty, are counted by whole windows of the plan.
+        documents_truncated, tokens_truncated: Documents longer than a row and the tokens they lose.
+            These, and dropped or empty documents, are counted by whole windows of the plan.
         documents_dropped, tokens_dropped: Documents longer than a row that are left out.
         documents_empty: Documents without a token.
-        rejected: Source rows that became no document, by reason.
-        tokens_cut: What the tokenizer's max_length cut off the whole dataset.
+        rejected: Source rows that did not become a document, by reason.
+        tokens_cut: How many tokens the tokenizer's max_length cuts from the whole dataset.
         cache_bytes: The size of its token cache on this disk.
     """
 
@@ -95,10 +95,10 @@ class PlanReport:
     """What a run of `steps` batches over `rows` rows would do.
 
     Args:
-        unit: What weights and realised shares count: documents ("rows"), or "tokens".
+        unit: What weights and realized shares count: documents ("rows"), or "tokens".
         steps_available: Batches of the data; None if it never ends.
-        sizes: How many steps have so many rows, in their order: (steps, rows of each).
-        rows_left_over: Rows at the end of the data that fill no batch.
+        sizes: The sizes of the batches in order, as (steps, rows of each).
+        rows_left_over: Rows at the end of the data that do not fill a batch.
         slots: Tokens and padding; `fill` is the share that holds tokens.
         saved_bytes: Bytes that save() would write before compression, for one epoch; None without
             save().
@@ -124,14 +124,14 @@ class PlanReport:
     prepared: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
-    by_step: tuple[StepShares, ...] = ()  # where they were asked for
+    by_step: tuple[StepShares, ...] = ()  # if requested
 
     def to_json(self) -> JsonObject:
         """Returns the report as plain dicts, lists and numbers."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        """Returns a table for people."""
+        """Returns the report as a readable table."""
         head = ["dataset", "documents", "tokens", f"asked ({self.unit})", "realised", "of tokens"]
         head += ["drawn", "epochs", "cache"]
         lines = [head]
@@ -167,14 +167,14 @@ class PlanReport:
 
 
 class Asked(NamedTuple):
-    """What is asked of a report.
+    """What a report should contain.
 
     Attributes:
-        steps: The steps of the run; None takes what the data gives.
-        prepare: Whether to tokenize what is not tokenized yet; otherwise that raises CacheError.
-        saves: Whether to say what save() would write.
-        by_step: Whether to say what each part of the run draws; every window is planned once more.
-        begin: The step and row at which a run continues; what was before is not counted.
+        steps: The steps of the run; None: as many as the data has.
+        prepare: Whether to tokenize what is not tokenized yet; False raises CacheError instead.
+        saves: Whether to report what save() would write.
+        by_step: Whether to report what each part of the run draws; this plans every window again.
+        begin: The step and row at which a run continues; earlier steps are not counted.
     """
 
     steps: int | None = None
@@ -187,7 +187,7 @@ class Asked(NamedTuple):
 def plan_report(
     name: str, source: ShardedSource, load: LoadStageConfig, context: PipelineContext, asked: Asked
 ) -> PlanReport:
-    """Returns the report of a run that reads `source` as `load` says.
+    """Returns the report of a run that reads `source` with the options `load`.
 
     Raises:
         ConfigError: The data never ends, and no steps are given.
@@ -223,7 +223,7 @@ def _planned(
     name: str, source: ShardedSource, load: LoadStageConfig, context: PipelineContext, asked: Asked
 ) -> PlanReport:
     """Reports on rows that are planned over token caches."""
-    # weights that follow the step need to know how many rows a step has
+    # weights that follow the step need the number of rows of a step
     source = LoadStage(load).process({name: source}, context)[name]
     planned = as_planned(name, source, context, stage="plan")
     mixture, packed = planned.mixture, planned.packing is not None
@@ -234,7 +234,7 @@ def _planned(
     start, stop = run.reached.start, run.reached.stop
     _require_few_passes(mixture, plan, stop)
     drawn = documents_drawn(plan, start)
-    # The rows ascend, so that each window is counted once.
+    # Rows are read in ascending order, so that each window is counted once.
     strange = far_from_asked(mixture, plan, run.counted, run.steps)
     drawn, stats = documents_drawn(plan, stop) - drawn, plan.stats(stop, start)
     mixture.remember(plan)
@@ -269,7 +269,7 @@ def _planned(
 
 
 def _require_few_passes(mixture: Mixture, plan: Plan, rows: int) -> None:
-    """Checks that the plan of `rows` rows is done in minutes."""
+    """Checks that planning `rows` rows takes at most minutes."""
     pack, caches = plan.spec.pack, mixture.prepare()
     tokens = sum(cache.total_tokens for cache in caches)
     documents = sum(cache.num_docs for cache in caches)
@@ -330,7 +330,7 @@ def require_prepared(mixture: Mixture, *, prepare: bool) -> tuple[str, ...]:
     """Opens or makes the token caches, and returns the names of the datasets that had none.
 
     Raises:
-        CacheError: One is missing, and `prepare` is False.
+        CacheError: A cache is missing, and `prepare` is False.
     """
     missing = [name for name, part in mixture.parts.items() if not _stands(part)]
     if missing and not prepare:
@@ -345,13 +345,13 @@ def require_prepared(mixture: Mixture, *, prepare: bool) -> tuple[str, ...]:
 
 
 def is_prepared(source: ShardedSource) -> bool:
-    """Whether no token cache that `source` reads has to be made first."""
+    """Whether every token cache that `source` reads exists."""
     planned = planned_of(source)
     return all(map(_stands, planned.mixture.parts.values() if planned else [source]))
 
 
 def _stands(source: ShardedSource) -> bool:
-    """Whether the source's token cache can be opened as it is, if easypipe has to make it."""
+    """Whether the source's token cache, if easypipe makes it, is complete."""
     cached = cached_of(source)
     return cached is None or cached.writer.is_filled()
 
@@ -360,7 +360,7 @@ def _stands(source: ShardedSource) -> bool:
 class _Run:
     """The steps of `counted` up to `steps`, over the rows `reached` of the data.
 
-    The data has `available` batches, and `left_over` rows behind the last one.
+    The data has `available` batches, and `left_over` rows after the last one.
     """
 
     load: LoadStageConfig
@@ -373,7 +373,7 @@ class _Run:
 
     @classmethod
     def of(cls, load: LoadStageConfig, num_rows: int | None, asked: Asked) -> _Run:
-        """Counts the steps and rows of a run over `num_rows` rows (None: without end)."""
+        """Counts the steps and rows of a run over `num_rows` rows (None: endless)."""
         counted = Steps(load.batch_size, load.batch_size_schedule, asked.begin)
         available, left_over, steps = None, 0, asked.steps
         if num_rows is not None:
@@ -392,7 +392,7 @@ class _Run:
         return cls(load, counted, steps, reached, available, left_over, asked.steps)
 
     def report(self, name: str) -> PlanReport:
-        """Returns a report of what is known before looking into the data."""
+        """Returns a report of what is known without reading the data."""
         begin = self.counted.begin.batch
         return PlanReport(
             name=name,
@@ -528,11 +528,11 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
 
 
 def _length_beyond(source: ShardedSource, d: DatasetPlan) -> int | None:
-    """Returns the max_length of a dataset that has no document as long; else None."""
+    """Returns the max_length of a dataset if all of its documents are shorter; else None."""
     tokenized = tokenized_of(source)
     if tokenized is None or d.tokens_cut or TOO_LONG in d.rejected:
         return None
-    # documents over it, by what was done with them
+    # documents longer than max_length, by what was done with them
     cut = tokenized.materialize().manifest.counts.lengths
     return None if cut else length_limit(tokenized.tokenizer.config)
 
@@ -540,7 +540,7 @@ def _length_beyond(source: ShardedSource, d: DatasetPlan) -> int | None:
 def _mixture_notes(mixture: Mixture, stats: PlanStats, *, whole: bool) -> list[str]:
     """Returns notes on the mixture.
 
-    `whole` says that the run goes to the end of the data, except rows that fill no batch.
+    `whole` says that the run reaches the end of the data, except rows that do not fill a batch.
     """
     found = []
     if whole and mixture.spec.stop == "first_exhausted":
@@ -559,7 +559,7 @@ def _mixture_notes(mixture: Mixture, stats: PlanStats, *, whole: bool) -> list[s
 
 
 def _continued_notes(mixture: Mixture, stats: PlanStats) -> list[str]:
-    """Returns notes on datasets with loss masks whose documents are cut where rows end."""
+    """Returns notes on datasets with loss masks if their documents are cut at the ends of rows."""
     found = []
     for (name, part), cache in zip(stats.datasets.items(), mixture.prepare(), strict=True):
         pieces = part.segments - part.docs_placed
@@ -581,13 +581,13 @@ def joined(
 ) -> PlanReport:
     """Joins the reports of the parts of a run whose data changed between them.
 
-    Counts add up, and `requested` is the mean over the rows of all parts. What is no count (what a
-    dataset holds, sizes of batches and files) is that of the last part.
+    Counts are added, and `requested` is the mean over the rows of all parts. Other values (sizes of
+    datasets, batches and files) are those of the last part.
 
     Args:
         reports: The reports of the parts.
         which: The steps of each part, in words.
-        notes: Further notes.
+        notes: Additional notes.
     """
     last, datasets = reports[-1], _joined_datasets(reports)
     said: dict[str, list[str]] = {}
@@ -595,7 +595,7 @@ def joined(
         for note in report.notes:
             said.setdefault(note, []).append(steps)
     told = [
-        # a note on a stage of a schedule names its steps itself
+        # a note on a stage of a schedule already names its steps
         note if len(of) == len(reports) or note.startswith("steps ") else f"{', '.join(of)}: {note}"
         for note, of in said.items()
     ]
@@ -623,7 +623,7 @@ def joined(
 
 
 def _joined_datasets(reports: Sequence[PlanReport]) -> tuple[DatasetPlan, ...]:
-    """Joins the datasets of all parts, those of the last part first."""
+    """Joins the datasets of all parts; those of the last part come first."""
     rows, by_tokens = sum(report.rows for report in reports), reports[-1].unit == "tokens"
     parts: dict[str, list[tuple[int, DatasetPlan]]] = {  # each with the rows of the part
         dataset.name: [] for report in reversed(reports) for dataset in report.datasets

@@ -1,4 +1,4 @@
-"""What a run draws of each dataset by step; notes where shares are far from the weights.
+"""What a run draws from each dataset by step; notes on shares that are far from the weights.
 
 A stage is the steps between two points of a weight schedule; without a schedule it is the whole
 run.
@@ -20,25 +20,24 @@ from easypipe.plan.window import Window, token_sizes
 from easypipe.plan.windows import Plan
 from easypipe.stages.mix.mixture import Mixture, planned_of
 
-MARKS = 100  # the most intervals that a run is cut into
-# a weight of documents, and the share of tokens that it gives: both are reported if they differ by
-# more
+MARKS = 100  # the largest number of intervals of a run
+# a weight of documents and its share of tokens are both reported if they differ by a larger factor
 FACTOR = 1.5
-# a larger distance of a stage's share from the one asked for is explained by long documents
+# a stage's share that differs more from the requested one is reported if documents are long
 FAR = 0.05
-LONG = 0.05  # a mean document that has more of a stage's tokens is long against it
+LONG = 0.05  # documents are long if the mean one has a larger fraction of a stage's tokens
 _LENGTHS = 1 << 20  # lengths that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepShares:
-    """What the steps behind the previous interval, up to `step`, hold of each dataset.
+    """What the steps after the previous interval, up to `step`, hold of each dataset.
 
     Attributes:
         step: The last step of the interval.
-        requested: The share that the weights ask for.
-        realised: The share that the dataset has: of the documents that begin in these rows if
-            weights are shares of documents ("rows"), else of the tokens.
+        requested: The share by the weights.
+        realised: The actual share: of the documents that begin in these rows if weights are shares
+            of documents ("rows"), else of the tokens.
         tokens: How many of its tokens are in these rows, whatever the unit of the weights.
     """
 
@@ -105,9 +104,9 @@ def _counts(plan: Plan, start: int, stop: int) -> tuple[Int64, Int64]:
 def documents_drawn(plan: Plan, rows: int) -> NDArray[np.float64]:
     """Returns Float64[datasets]: how many documents of each dataset the first `rows` rows hold.
 
-    All that windows draw are counted, and of the last window those that are in these rows. A window
-    draws its documents before it lays them into rows, so a run that ends inside one does not see
-    all of them; a document that is cut counts with the part that is seen.
+    All documents of earlier windows are counted, and those of the last window that are in these
+    rows. A window draws its documents before it packs them, so a run that ends inside a window does
+    not see all of them; a document that is cut counts with the part that is seen.
     """
     counts = np.zeros(len(plan.datasets))
     if not rows:
@@ -119,7 +118,7 @@ def documents_drawn(plan: Plan, rows: int) -> NDArray[np.float64]:
         _, _, draw, start, length = last.layout.table[
             :, : int(last.layout.first_piece[rows - whole])
         ]
-        # at least 1, since an empty document is a document too
+        # at least 1, because an empty document is also a document
         kept = token_sizes(last.length, plan.spec.pack)[draw]
         parts = np.where(last.length[draw] == 0, start == 0, length / kept)
         if last.state.cut is not None:  # the window before has drawn the document
@@ -134,9 +133,9 @@ def _by_dataset(window: Window, draw: Int32, weigh: NDArray, size: int) -> NDArr
 
 
 def asked_between(mixture: Mixture, start: int, stop: int) -> dict[str, float]:
-    """Returns the mean share asked for over rows `start` to `stop`.
+    """Returns the mean requested share over rows `start` to `stop`.
 
-    It follows from the means over all rows before them.
+    It is computed from the means up to `start` and up to `stop`.
     """
     if stop <= start:
         return mixture.requested(stop)
@@ -148,10 +147,10 @@ def asked_between(mixture: Mixture, start: int, stop: int) -> dict[str, float]:
 
 
 def unlike_weights(mixture: Mixture, plan: Plan, asked: Mapping[str, float]) -> str | None:
-    """Returns a note if weights of documents give shares of tokens over FACTOR away from them.
+    """Returns a note if shares of tokens differ from weights of documents by more than FACTOR.
 
-    The shares are those of the long run, from the mean lengths: a run may be too short to show
-    them. None where they are near.
+    The shares are the expected ones by mean lengths, which a short run may not show. It returns
+    None if they are close.
     """
     if (
         len(mixture.parts) == 1
@@ -196,7 +195,7 @@ def warning_of_weights(source: ShardedSource) -> str | None:
 
 
 def far_from_asked(mixture: Mixture, plan: Plan, counted: Steps, steps: int) -> list[str]:
-    """Returns a note for each stage whose shares are far off because documents are long."""
+    """Returns a note for each stage with shares that are far off because documents are long."""
     if len(mixture.parts) == 1 or mixture.spec.stop == "all_exhausted":
         return []
     first, found, means = counted.begin, [], _mean_tokens(plan)
@@ -240,9 +239,9 @@ def far_from_asked(mixture: Mixture, plan: Plan, counted: Steps, steps: int) -> 
 
 
 def late_stages(plan: Plan, counted: Steps, steps: int) -> list[str]:
-    """Returns a note for each point of a weight schedule whose weights hold from a later step on.
+    """Returns a note for each point of a weight schedule that takes effect at a later step.
 
-    Windows of packed documents end only about where weights change.
+    Windows of packed documents end only near the step at which weights change.
     """
     found, schedule = list[str](), plan.spec.schedule
     if schedule is None:
@@ -262,9 +261,9 @@ def late_stages(plan: Plan, counted: Steps, steps: int) -> list[str]:
 
 
 def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[Int64, NDArray]:
-    """Returns (tokens of each dataset in the first `row` rows, what the weights count there).
+    """Returns (tokens of each dataset in the first `row` rows, their count in the weights' unit).
 
-    Weights count tokens or documents.
+    The unit is tokens or documents.
     """
     drawn = documents_drawn(plan, row)
     tokens = np.array(
@@ -274,7 +273,7 @@ def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[Int64, NDArray]:
 
 
 def _mean_tokens(plan: Plan) -> Sequence[float]:
-    """Returns for each dataset the mean tokens of a document that get a place in a row."""
+    """Returns for each dataset the mean number of a document's tokens that are placed in a row."""
     pack = plan.spec.pack
     if pack is None or pack.oversize in ("split", "error"):
         return [dataset.total_tokens / max(1, dataset.num_docs) for dataset in plan.datasets]

@@ -22,8 +22,8 @@ def read_columns(dataset: DatasetConfig) -> list[list[str]]:
     """Returns the columns of the files that a dataset reads, by the names in the files.
 
     Returns:
-        Lists of columns, of which the first is used whose columns all exist; [] with a callback,
-        which may read any column.
+        Lists of columns; the first list whose columns all exist is used. [] with a callback, which
+        may read any column.
     """
     if dataset.format_callback is not None:
         return []
@@ -39,13 +39,13 @@ def read_columns(dataset: DatasetConfig) -> list[list[str]]:
     new += [*dataset.additional_fields, *([tools] if tools is not None else [])]
     old = {name: before for before, name in (dataset.format_fields or {}).items()}
     names = list(dict.fromkeys([*(old.get(name, name) for name in new if name), *old.values()]))
-    # these columns are read where they exist
+    # these columns are read if they exist
     optional = ["chat_template_kwargs", *(["tools"] if tools is None else [])]
     return [[*names, *optional], *([*names, name] for name in reversed(optional)), names]
 
 
 def answer_fields(dataset: DatasetConfig) -> tuple[str, ...]:
-    """Returns the columns that prompt_field, completion_field and their like name."""
+    """Returns the columns that prompt_field, completion_field and similar options name."""
     named = (
         dataset.prompt_field,
         dataset.completion_field,
@@ -56,7 +56,7 @@ def answer_fields(dataset: DatasetConfig) -> tuple[str, ...]:
 
 
 def template_columns(dataset: DatasetConfig) -> list[str]:
-    """Returns the columns of the files that only a template writes, or that are text.
+    """Returns the columns of the files that are text or are only used in a template.
 
     Their values must stay exactly as they are in the files.
     """
@@ -70,9 +70,9 @@ def template_columns(dataset: DatasetConfig) -> list[str]:
 
 
 def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
-    """Applies `hold_out`, then `format_fields`, then `format_callback` to a source; reads no rows.
+    """Applies `hold_out`, then `format_fields`, then `format_callback` to a source.
 
-    Errors name the option.
+    It reads no rows. Errors name the option.
     """
     steps: list[Any] = []
     schema = source.schema
@@ -117,11 +117,11 @@ def kept_columns(
     *,
     at: str,
 ) -> tuple[str, ...]:
-    """Returns the columns of a source that stay beside its tokens.
+    """Returns the columns of a source that are kept with its tokens.
 
     Args:
-        additional: The additional_fields, which stay.
-        remove: All columns but these stay; None keeps `additional` alone.
+        additional: The additional_fields, which are kept.
+        remove: All columns except these are kept; None keeps only `additional`.
         at: The key path of the dataset, for errors.
 
     Raises:

@@ -46,7 +46,7 @@ from easypipe.transforms.prompt.config import (
 from easypipe.transforms.tokenizer.config import TokenizerConfig, with_options
 from easypipe.transforms.tokenizer.lengths import LengthPolicy
 
-WHOLE = "train"  # the name that `datasets` gives to all rows of files that name no splits
+WHOLE = "train"  # the split to which `datasets` assigns all rows of files without split names
 
 TALK_OPTIONS = (
     "message_fields",
@@ -77,7 +77,7 @@ TOKEN_COLUMNS = (
     SOURCE,
     ROW_NUMBER,
 )
-# Batches get these columns elsewhere, so no dataset may bring one.
+# Batches get these columns elsewhere, so a dataset must not have one.
 MADE_COLUMNS = (LOOK_AHEAD_WEIGHT, "reference_log_probs", PIXEL_VALUES, DECODER_INPUT_IDS)
 
 
@@ -90,15 +90,15 @@ class DatasetConfig:
             `datasets`' save_to_disk; a dataset of the Hub (`hf://datasets/owner/name`, or
             `owner/name` with type="huggingface"); rows in memory (an Arrow table, a list of dicts,
             a dict of columns); a `datasets.Dataset`, a Grain data source, or any object that
-            returns dicts by index; a source of your own (see ShardedDataSource); a function without
+            returns dicts by index; your own source (see ShardedDataSource); a function without
             arguments that yields dicts.
-        name: Its name in weights, reports and errors; None gives `dataset1`, `dataset2`, ... by
+        name: Its name in weights, reports and errors; None means `dataset1`, `dataset2`, ... by
             position.
-        type: The format, if the file names do not say it. `tokens` reads `.npy`, raw `.bin` and
+        type: The format, if the file names do not show it. `tokens` reads `.npy`, raw `.bin` and
             Megatron's `.bin` with `.idx`; `huggingface` reads a dataset of the Hub.
         split: The split of a dataset of the Hub (None takes `train`) or of a DatasetDict; plain
             files are all `train`. A part is written as in `datasets`: `train[:10%]`,
-            `train[100:200]`, `train[-5%:]`; num_rows counts in it.
+            `train[100:200]`, `train[-5%:]`; num_rows counts from its start.
         subset: The configuration of a dataset of the Hub; None takes its default.
         revision: Branch, tag or commit of a dataset of the Hub; None takes main. It is resolved to
             a commit when the source is opened.
@@ -108,11 +108,11 @@ class DatasetConfig:
             ArrayRecord files, it says that records are tokens of its dtype.
         hold_out: Read the rows that are held out for evaluation, or all others. `eval: {held_out:
             {from: data, fraction: 0.01, seed: 7}}` of a run sets it on both sides.
-        num_rows: Read only this many rows, from the first on, counted over the files in order.
-        version: Version of rows whose content is not read to identify them: a source of your own, a
-            function, or an object that returns dicts by index. Change it when they change. None
-            takes the object's attribute `version`; without one, rows by number are identified by
-            their content, and the others are read again in every process.
+        num_rows: Read only the first rows, this many, counted over the files in order.
+        version: The version of rows that are not identified by their content: those of your own
+            source, a function, or an object that returns dicts by index. Change it when they
+            change. None takes the object's attribute `version`; without one, rows by index are
+            identified by their content, and the others are read again in every process.
         tokenizer: This dataset's tokenizer; None takes the stage's, then the pipeline's.
         tokenizer_kwargs: Fields of TokenizerConfig that this dataset changes, whichever tokenizer
             it uses; and `use_fast`: False encodes with the reference, as backend="tokenizers" does.
@@ -123,59 +123,59 @@ class DatasetConfig:
         completion_field: The second of two columns that are tokenized together: the text after the
             prompt, or the messages that answer it.
         rejected_field: The column of the answer that was not preferred, in addition to
-            completion_field; makes pairs of rows for train.preference. Without a prompt_field, the
-            common beginning of both answers is the prompt.
+            completion_field; the rows become pairs for train.preference. Without a prompt_field,
+            the common beginning of both answers is the prompt.
         desirable_field: The column (true or false) that says whether the answer of completion_field
             is a desirable one, for train.preference with the losses kto and apo_zero_unpaired.
-        prompt: How rows become text, and which part is trained, instead of content_field and the
+        prompt: How rows become text, and which part is trained on, instead of content_field and the
             options down to tools_field, which cover the common cases.
-        train_on: Which tokens the loss sees: `all`; the `assistant`'s turns (default for messages);
-            its last one (`last_assistant`); the `completion` (default for prompts; of messages, the
-            last one).
-        train_on_eos: Whether the end of a trained turn (`<|im_end|>`, EOS) is trained too: of every
-            `turn` (default), the `last` one, or `none`; for a text completion, its EOS.
+        train_on: Which tokens count in the loss: `all`; the `assistant`'s turns (default for
+            messages); its last one (`last_assistant`); the `completion` (default for prompts; with
+            messages, the last one).
+        train_on_eos: Whether the token that ends a turn (`<|im_end|>`, EOS) is trained on: for
+            every `turn` that is trained on (default), the `last` one, or `none`; for a text
+            completion, its EOS.
         chat_template: A Jinja file, its text, or the name of a built-in template (chatml, plain,
             zephyr, alpaca), instead of the tokenizer's own.
         message_fields: Maps the keys of your messages to OpenAI's (role, content, tool_calls,
             reasoning_content, train, train_ranges, weight), and to the `text` of typed parts:
             {role: from, content: value}.
-        template_date: The day (2026-01-31) for templates that ask for today's date; None refuses
-            rows of such templates.
+        template_date: The day (2026-01-31) for templates that use today's date; with None, such
+            templates are an error.
         chat_template_kwargs: Variables of the template besides messages, as in
             `apply_chat_template` of transformers: {enable_thinking: false}. A row's column
             `chat_template_kwargs` overrides it.
         train_empty_thinking: Whether the empty reasoning block that templates of reasoning models
-            write before an answer (`<think>\n\n</think>`) is trained; None means True, as in TRL's
-            training templates. If a template has generation markers, they decide.
+            write before an answer (`<think>\n\n</think>`) is trained on; None means True, as in
+            TRL's training templates. If a template has generation markers, they decide.
         tools_field: The column with the tools of each conversation; None takes the column `tools`,
             if there is one.
         length: What happens to documents with more than max_length tokens; None keeps their start.
-        format_fields: New names of columns, old to new; all other options use the new ones.
+        format_fields: New names of columns, as {old: new}; all other options use the new names.
         format_callback: A function that is called with each row (a dict), or "module:function"; the
             row is updated with its result. In YAML it needs --allow-code. It must return
-            content_field as text; declare further columns in format_columns.
+            content_field as text; declare other columns in format_columns.
         format_columns: Types of the columns that format_callback adds or changes, such as `{score:
             float64, tags: "list<string>"}`.
         format_batched: Call format_callback with a pyarrow.RecordBatch instead; it returns one, or
             a mapping of columns, row by row.
-        format_version: Version of format_callback: raise it when the function changes. Without one,
-            here or as the function's attribute `version`, tokens are not kept.
-        additional_fields: Columns that are kept beside the tokens of saved documents
+        format_version: The version of format_callback: raise it when the function changes. Without
+            one, here or as the function's attribute `version`, tokens are not kept.
+        additional_fields: Columns that are saved with the tokens of documents
             (`source().tokenize().save()`). Packed and mixed rows cannot hold them, and a warning
             says so.
-        cache_path: A cache folder for this dataset alone, instead of the pipeline's cache_dir.
+        cache_path: A cache folder only for this dataset, instead of the pipeline's cache_dir.
         cache_enabled: False stores tokens only in a temporary folder while the process runs; the
             next process makes them again.
         on_error: What happens at a bad row: `error` stops, `skip` counts it by reason, `quarantine`
-            also writes it to a file with its place. Texts of white space alone are not bad rows:
+            also writes it to a file with its place. Texts of only white space are not bad rows:
             they are left out and counted.
         max_bad_rows: With skip and quarantine, stop after this many bad rows; None means no limit.
-        aligned_columns: For rows of tokens: columns of lists as long as input_ids, whose values
-            travel with the tokens into batches (weights, log-probs, advantages). If a list has k
+        aligned_columns: For rows of tokens: columns of lists as long as input_ids, with values that
+            stay with their tokens in batches (weights, log-probs, advantages). If a list has k
             values for each token and its type does not say so, give {name: k}.
-        save_path: Where `save()` writes this dataset, instead of the save stage's own.
-        save_format: The format in which `save()` writes this dataset, instead of the save stage's
-            own.
+        save_path: Where `save()` writes this dataset, instead of the save stage's path.
+        save_format: The format in which `save()` writes this dataset, instead of the save stage's.
         storage_options: Passed to fsspec, for remote files; kept out of reports, fingerprints and
             saved configs, because it may hold credentials.
     """
@@ -296,7 +296,7 @@ class DatasetConfig:
 
     @property
     def aligned(self) -> dict[str, int | None]:
-        """The aligned columns, with how many values a token has; None: as their type says."""
+        """The aligned columns, with the number of values per token; None: the type decides."""
         named = self.aligned_columns
         return dict(named) if isinstance(named, Mapping) else dict.fromkeys(named)
 
@@ -335,12 +335,12 @@ def is_tokens(dataset: DatasetConfig) -> bool:
 
 
 def _listed(files: Any) -> Sequence[Any]:
-    """Returns paths or rows as a list, where one alone may be given."""
+    """Returns paths or rows as a list; a single one may be given."""
     return files if isinstance(files, list | tuple) else [files]
 
 
 def _may_be_text(dataset: DatasetConfig) -> bool:
-    """Whether these can be text files, as far as their names tell."""
+    """Whether these can be text files, judged by their names."""
     if dataset.in_memory or dataset.type not in (None, "txt", "huggingface"):
         return False
     return dataset.type is not None or all(
@@ -359,7 +359,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_paths(files: Any) -> None:
-    """Raises ConfigError where `files` are neither paths nor rows."""
+    """Raises ConfigError if `files` are neither paths nor rows."""
     paths = _listed(files)
     rows = any(isinstance(path, Mapping) for path in paths)
     for i, path in enumerate(paths):
@@ -455,12 +455,12 @@ def _check_hub(dataset: DatasetConfig, files: Any) -> None:
 
 
 def split_of(dataset: DatasetConfig) -> tuple[str | None, Part | None]:
-    """Returns (the name of the split, the part of it) that a dataset asks for."""
+    """Returns (the name of the split, the part of it) that a dataset's config names."""
     return (None, None) if dataset.split is None else parse_split(dataset.split)
 
 
 def check_formats(dataset: DatasetConfig) -> None:
-    """Checks what can be known of a dataset's column options without its rows.
+    """Checks a dataset's column options, as far as that is possible without its rows.
 
     Raises:
         ConfigError: One of them is wrong or has no effect.
@@ -505,7 +505,7 @@ def check_formats(dataset: DatasetConfig) -> None:
 
 
 def require_free(name: str, at: str) -> None:
-    """Raises ConfigError for a column whose name is that of a column of tokens."""
+    """Raises ConfigError for a column with the name of a column of tokens."""
     require(
         name not in TOKEN_COLUMNS,
         at,
@@ -515,7 +515,7 @@ def require_free(name: str, at: str) -> None:
 
 
 def check_prompts(dataset: DatasetConfig) -> None:
-    """Raises ConfigError where options about conversations, prompts and completions conflict."""
+    """Raises ConfigError if options about conversations, prompts and completions conflict."""
     options = fields_of(dataset)
     given = [name for name in PROMPT_OPTIONS if options[name] is not None]
     if dataset.prompt is not None:
@@ -536,7 +536,7 @@ def check_prompts(dataset: DatasetConfig) -> None:
 
 
 def _check_answers(dataset: DatasetConfig) -> None:
-    """Raises ConfigError where columns of prompts and answers do not go together."""
+    """Raises ConfigError if columns of prompts and answers do not go together."""
     options = fields_of(dataset)
     names = ("prompt_field", "completion_field", "rejected_field", "desirable_field")
     given = {name: options[name] for name in names if options[name] is not None}
@@ -553,7 +553,7 @@ def _check_answers(dataset: DatasetConfig) -> None:
 
 
 def check_text_answers(dataset: DatasetConfig) -> None:
-    """Raises ConfigError for options of conversations where answers are columns of text."""
+    """Raises ConfigError for options of conversations if answers are columns of text."""
     options = fields_of(dataset)
     for name in TALK_OPTIONS:
         require(

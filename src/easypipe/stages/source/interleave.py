@@ -1,4 +1,4 @@
-"""Interleaves rows of several sources, named or not, by proportions that hold at every prefix."""
+"""Interleaves rows of several sources, named or not, in proportions that hold at every prefix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from easypipe.stages.source.config import is_object
 from easypipe.transforms.columns.base import as_array
 
 WINDOW_ROWS = 8192
-GAP_ROWS = 64  # gaps of at most so many rows are read and left out, not read around
+GAP_ROWS = 64  # gaps of at most this many rows are read and dropped instead of skipped
 
 
 def _named(
@@ -75,24 +75,24 @@ def block_mixture_interleave(
     *,
     block_rows: int = 1,
 ) -> InterleavedSource:
-    """One source of the rows of several, drawn by weight.
+    """Returns one source of the rows of several, drawn by weight.
 
     Args:
-        datasets: Sources by name, or a list of them, called dataset1, dataset2, ...; each a source,
-            or rows in memory (a list of dicts, a table, a dict of columns, a `datasets.Dataset`).
-            Their rows are counted and have the same columns.
+        datasets: Sources by name, or a list of them, which are then called dataset1, dataset2, ...
+            Each is a source or rows in memory (a list of dicts, a table, a dict of columns, a
+            `datasets.Dataset`). Their rows must be counted and have the same columns.
         weights: A positive number for each, in any scale; None gives every dataset the same.
         block_size: Round the shares to whole rows of a block of this size; None keeps every prefix
             within one row of its share.
-        seed: Read the rows of each dataset in a permuted order, a new one every pass; None keeps
-            their order.
-        block_rows: With a seed, permute blocks of this many neighbouring rows as one, so that reads
-            stay large.
+        seed: Read the rows of each dataset in permuted order, which is new in every pass; None
+            keeps their order.
+        block_rows: With a seed, permute blocks of this many consecutive rows, so that reads stay
+            large.
         stop_strategy: As in MixStageConfig; `restart` never ends, so its shard has no row count.
 
     Raises:
-        ConfigError: If these conflict.
-        PlanError: For a dataset without rows.
+        ConfigError: Options conflict.
+        PlanError: A dataset has no rows.
     """
     named, by_name = _named(datasets, weights)
     names = list(named)
@@ -128,14 +128,14 @@ def block_mixture_interleave(
 
 
 class InterleavedSource(Source):
-    """The source that `block_mixture_interleave` makes of several.
+    """The source that `block_mixture_interleave` makes from several sources.
 
     It has the columns of its sources, and `__source__`, the dataset that a row came from. Iterating
-    over it gives the rows as dicts, from the first; without end where the mixture has none.
+    over it yields the rows as dicts, from the first; an endless mixture never stops.
 
-    Law (stateless reads): which row of which dataset is row `r` is arithmetic, so any range can be
-    read at any time, on any thread. Rows that a source leaves out (a blank line, a bad row that is
-    skipped) are left out here, and `__row_number__` tells the others'.
+    Law (stateless reads): the dataset and row behind row `r` are computed, so any range can be read
+    at any time, on any thread. Rows that a source leaves out (a blank line, a skipped bad row) are
+    left out here, and `__row_number__` numbers the others.
 
     Args:
         sources: The sources by name.
@@ -224,14 +224,14 @@ class InterleavedSource(Source):
         """Returns rows `start` to `stop`.
 
         Raises:
-            PlanError: Rows behind the last are asked for.
+            PlanError: `stop` is beyond the last row.
         """
         assert shard == 0, f"interleaved rows are one shard, not {shard + 1}"
         if start == stop:
             return pa.RecordBatch.from_pylist([], schema=self.schema)
         pieces = self.plan.pieces(np.arange(start, stop, dtype=np.int64))  # one piece for each row
         tables: list[pa.Table] = []
-        # the place of each row in what was read; -1 where its source leaves it out
+        # the place of each row in what was read; -1 if its source leaves it out
         place = np.full(stop - start, -1, dtype=np.int64)
         read = 0
         for i, source in enumerate(self.sources.values()):
@@ -263,7 +263,7 @@ class InterleavedSource(Source):
 
     @cached_property
     def _starts(self) -> list[Int64]:
-        """For each source Int64[shards + 1]: the rows before each shard, and behind the last."""
+        """For each source Int64[shards + 1]: the rows before each shard, and in all."""
         starts = []
         for name, source in self.sources.items():
             counts: list[int] = []
@@ -280,7 +280,7 @@ class InterleavedSource(Source):
 
 
 def _as_source(name: str, data: Any) -> ShardedSource:
-    """Returns a source as it is, and rows in memory as a source.
+    """Returns a source unchanged, and rows in memory as a source.
 
     Raises:
         ConfigError: `data` is neither.
@@ -311,9 +311,9 @@ class _Run(NamedTuple):
     Attributes:
         shard: The number of the shard.
         start: The first row.
-        stop: The row behind the last.
-        rows: Int64[n], those of the rows that were asked for, counted from `start`.
-        which: Int64[n], the positions of these rows in the question.
+        stop: The row after the last.
+        rows: Int64[n], the requested rows, counted from `start`.
+        which: Int64[n], the positions of these rows in the request.
     """
 
     shard: int
@@ -324,7 +324,7 @@ class _Run(NamedTuple):
 
 
 def _runs(starts: Int64, docs: Int64) -> Iterator[_Run]:
-    """Yields the rows numbered `docs`, counted over all shards, as few ranges."""
+    """Yields the rows `docs`, counted over all shards, in few ranges."""
     order = np.argsort(docs, kind="stable")
     ascending = docs[order]
     shards = np.searchsorted(starts, ascending, side="right") - 1

@@ -40,19 +40,19 @@ from easypipe.stages.source.config import (
 
 log = logging.getLogger("easypipe")
 
-HEAD_BYTES = 8 << 20  # bytes of a file's head, in which the first rows of a dataset are looked for
-# one reader looks at the content, and distinguishes lines from an array
+HEAD_BYTES = 8 << 20  # bytes of a file's head that are read for the first rows of a dataset
+# one reader, which distinguishes lines from an array by the content
 READERS = {"jsonl": "json"}
 
 
 class SourceStage(BaseStage):
     """The source stage; it opens every dataset of the pipeline's config.
 
-    Files are listed and their indexes are read; no rows are.
+    It lists files and reads their indexes, but no rows.
 
     Args:
-        first_rows: For a first look: opens only so many rows of each dataset, from the head of its
-            first file, so that no file is read through.
+        first_rows: For a first look: only this many rows of each dataset are opened, from the head
+            of its first file, so that no file is read to its end.
     """
 
     def __init__(self, *, first_rows: int | None = None) -> None:
@@ -93,11 +93,11 @@ def _saved(dataset: DatasetConfig, saved: SavedSource) -> SavedSource:
 
 
 def _plain_files(dataset: DatasetConfig, context: PipelineContext) -> ShardedSource:
-    """Returns the rows of files, read forward where they are streamed by lines."""
+    """Returns the rows of files, read forward if they are streamed by lines."""
     kind = None if dataset.type is None else READERS.get(dataset.type, dataset.type)
     files, unit = dataset.data_files, dataset.text_unit
     options: Arguments = {"on_error": dataset.on_error, "storage_options": dataset.storage_options}
-    # A part needs its rows counted; paragraphs and whole files have to be found.
+    # A part of a split needs row counts; paragraphs and whole files must be located.
     lines = context.config.streaming and split_of(dataset)[1] is None and unit in (None, "line")
     forward = open_forward(files, kind, **options, num_rows=dataset.num_rows) if lines else None
     try:
@@ -116,11 +116,11 @@ def open_dataset(
     """Opens the source of a dataset, with its formatting.
 
     Args:
-        first_rows: Only so many rows, from the head of the first file; None: all rows.
+        first_rows: Only this many rows, from the head of the first file; None: all rows.
 
     Raises:
         MissingFileError: There is no such file.
-        SourceError: A file is not what its name says.
+        SourceError: A file does not have the format that its name says.
     """
     files = dataset.data_files
     most = (
@@ -155,13 +155,13 @@ def open_dataset(
 
 
 def _without_conflicts(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
-    """Returns the source, without columns that this dataset ignores if its files differ in them.
+    """Returns the source; if its files differ in columns that the dataset ignores, without them.
 
-    A warning names the columns that it reads.
+    A warning then names the columns that are read.
     """
     try:
         _ = source.schema
-    except SchemaError as conflict:  # not an outage, which every attempt would wait for again
+    except SchemaError as conflict:  # not for an outage: each attempt would wait again
         for names in read_columns(dataset) if isinstance(source, Source) else ():
             narrowed: ShardedSource = select(source, names)
             try:
@@ -187,11 +187,11 @@ def _open_input(
     num_rows: int | None = None,
     counted: bool = True,
 ) -> ShardedSource | None:
-    """Opens all of the split of an input that is neither plain files nor rows; None for those.
+    """Opens the whole split of an input that is neither plain files nor rows; None for those.
 
     Args:
-        num_rows: For a source of users' own, how many of its rows are asked for.
-        counted: For a source of users' own, whether its rows are counted before they are read.
+        num_rows: For a user's source, how many of its rows are requested.
+        counted: For a user's source, whether its rows are counted before they are read.
     """
     files = dataset.data_files
     split, part = split_of(dataset)

@@ -1,4 +1,4 @@
-"""Guesses whether a line, a paragraph or a file is a document, from the heads of text files."""
+"""Guesses from the heads of text files whether a line, a paragraph or a file is a document."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from easypipe.sources.formats.records import read_head
 from easypipe.sources.formats.txt import TextUnit
 from easypipe.sources.refs import FileRef
 
-HEAD_BYTES, HEADS = 1 << 16, 8  # bytes that are read of each of the first files, and how many files
-# From so many files on, files of at most DOCUMENT_BYTES may be a document each.
+HEAD_BYTES, HEADS = 1 << 16, 8  # bytes read from each of the first files, and how many files
+# If there are at least this many files, each file of at most DOCUMENT_BYTES may be a document.
 SEVERAL_FILES = 4
 DOCUMENT_BYTES = 1 << 20
-# Where paragraphs have at least so many lines on average, they are taken to be wrapped.
+# Paragraphs with at least this many lines on average are assumed to be wrapped.
 WRAPPED = 1.5
 
 
@@ -23,7 +23,7 @@ def guess_text_unit(files: Sequence[FileRef]) -> tuple[TextUnit, str]:
     """Returns (the guessed unit, why).
 
     Args:
-        files: Text files, made ready to be read; those behind the first few are only counted.
+        files: Text files, ready to be read; those after the first few are only counted.
     """
     runs = [run for file in files[:HEADS] for run in _runs(file)]
     lines = sum(runs)
@@ -45,7 +45,7 @@ def guess_text_unit(files: Sequence[FileRef]) -> tuple[TextUnit, str]:
 def _runs(file: FileRef) -> list[int]:
     """Returns how many lines each paragraph of the file's head has.
 
-    A file that cannot be read gives none; others report it.
+    The result is empty if the file cannot be read; other code reports that.
     """
     try:
         head = read_head(file, HEAD_BYTES)

@@ -16,8 +16,8 @@ class TransformStage(BaseStage):
     The dataset's on_error decides what happens to them.
 
     Args:
-        transform: A transform, or several in their order.
-        datasets: The names of those that are transformed; None means all.
+        transform: A transform, or several in order.
+        datasets: The names of the datasets to transform; None means all.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class TransformStage(BaseStage):
         return "transform"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
-        """Lays the transform over the datasets.
+        """Applies the transform to the datasets.
 
         Raises:
             ConfigError: A dataset does not exist.
-            SourceError: The columns of a dataset do not fit; names the dataset.
+            SourceError: The columns of a dataset do not fit; the error names the dataset.
         """
         for name in self.datasets or ():
             require_known(name, data, "transform.datasets", f"no dataset {name!r}")

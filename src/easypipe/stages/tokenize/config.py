@@ -12,16 +12,18 @@ class TokenizeStageConfig:
     """How text becomes tokens.
 
     Args:
-        default_tokenizer: For datasets that name none; None takes the pipeline's default_tokenizer.
-        max_length: Most tokens of a document, for tokenizers without a max_length of their own;
-            None keeps all.
-        batch_size: Texts encoded at a time; affects memory and speed, never tokens.
-        num_workers: Ranges of rows that are read and encoded at a time, each held in memory; None
-            takes one per core. As many datasets of up to 1 MiB (8 with None) are prepared at once.
+        default_tokenizer: The tokenizer of datasets that name none; None takes the pipeline's
+            default_tokenizer.
+        max_length: The most tokens of a document, for tokenizers without their own max_length; None
+            keeps all.
+        batch_size: How many texts are encoded at a time; it affects memory and speed, never tokens.
+        num_workers: How many ranges of rows are read and encoded at a time, each held in memory;
+            None takes one per core. It is also how many datasets of up to 1 MiB are prepared at a
+            time (8 with None).
         cache_tokenized: False means cache_enabled=False for every dataset; None and True store
             tokens. Streaming stores none, and with True a warning says so.
-        remove_columns: Columns of the sources that are not kept beside the tokens of saved
-            documents; all others are. None removes all but each dataset's additional_fields.
+        remove_columns: Columns of the sources that are not saved with the tokens of documents; all
+            others are. None removes all except each dataset's additional_fields.
     """
 
     default_tokenizer: TokenizerConfig | str | None = None

@@ -1,4 +1,4 @@
-"""Sources of token documents, made when read or cached; refuses rows of text, mixed tokenizers."""
+"""Sources of token documents, made when read or cached; rejects rows of text, mixed tokenizers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class WriterOptions(TypedDict, total=False):
 
 
 class EncodedSource(Source):
-    """The documents that an encoder makes of a source; `materialize` caches their tokens."""
+    """The documents that an encoder makes from a source; `materialize` caches their tokens."""
 
     source: ShardedSource
     writer: CacheWriter
@@ -100,7 +100,7 @@ class EncodedSource(Source):
     def documents(
         self, shard: int, start: int, stop: int, audit_key: str | None = None
     ) -> EncodedDocuments:
-        """Returns what `scan` gives, with what was counted on the way.
+        """Returns what `scan` returns, and what was counted at the same time.
 
         Args:
             audit_key: As in `encode_texts`.
@@ -118,8 +118,8 @@ class EncodedSource(Source):
 class TokenizedShardedSource(EncodedSource):
     """The documents of a source of text, as rows of `cache_schema`, with its row numbers.
 
-    Law: `read` gives the rows that `materialize().read` gives. Rows without text are rejects; with
-    on_error="error" `read` raises at the first of them. Thread-safe.
+    Law: `read` returns the same rows as `materialize().read`. Rows without text are rejected; with
+    on_error="error", `read` raises an error at the first of them. It is thread-safe.
     """
 
     def __init__(
@@ -135,16 +135,16 @@ class TokenizedShardedSource(EncodedSource):
         form: RowForm | None = None,
         **options: Unpack[WriterOptions],
     ) -> None:
-        """Opens nothing, and reads no rows.
+        """Makes the source without opening files or reading rows.
 
         Args:
             source: The source of text.
             dataset: The name of the dataset.
-            cache_dir: The folder of the token cache, on this machine or as a CacheFolder.
-            content_field: The column of text, where no form is given.
-            batch_size: Texts encoded at a time; decides memory and speed, never tokens.
-            keep: Columns that are saved beside the tokens; a row in which one is bad is bad.
-            form: What the rows are; None: text in the column `content_field`.
+            cache_dir: The folder of the token cache, as a local path or a CacheFolder.
+            content_field: The column of text, if no form is given.
+            batch_size: How many texts are encoded at a time; affects memory and speed, not tokens.
+            keep: Columns that are saved with the tokens; a bad value in one makes the row bad.
+            form: The form of the rows; None: text in the column `content_field`.
             options: As in CacheWriter.
 
         Raises:
@@ -209,7 +209,7 @@ class ImportedTokens(EncodedSource):
 
     @property
     def fingerprint(self) -> str:
-        # The key alone: in streaming the rows that ranges are cut from are not counted.
+        # Only the key: in streaming the rows, from which ranges follow, are not counted.
         return digest(self.encoder.key(), self.source.fingerprint)
 
 
@@ -220,7 +220,7 @@ class Documents(ShardedSource, Protocol):
 
 
 def is_documents(source: ShardedSource) -> TypeGuard[Documents]:
-    """Whether a source has token documents in a cache."""
+    """Returns whether a source has token documents in a cache."""
     # isinstance with a protocol would read properties, which may open files
     return callable(getattr(type(source), "materialize", None))
 
@@ -231,14 +231,14 @@ def tokenized_of(source: ShardedSource) -> TokenizedShardedSource | None:
 
 
 def prompts_of(source: ShardedSource) -> PromptRows | None:
-    """Returns how the rows of a source are written, if it writes prompts or conversations."""
+    """Returns how the rows of a source are rendered, if they are prompts or conversations."""
     tokenized = tokenized_of(source)
     form = None if tokenized is None else tokenized.form
     return form if isinstance(form, PromptRows) else None
 
 
 def cached_of(source: ShardedSource) -> EncodedSource | None:
-    """Returns the source if easypipe makes its token cache; None for a user's own."""
+    """Returns the source if easypipe makes its token cache; None for a user's source."""
     return source if isinstance(source, EncodedSource) else None
 
 
@@ -249,7 +249,7 @@ def require_documents(
 
     Raises:
         StageOrderError: The rows are text.
-        ConfigError: The rows are packed already.
+        ConfigError: The rows are already packed.
     """
     require(
         SEGMENT_IDS not in source.schema.names,
@@ -270,7 +270,7 @@ def require_documents(
     tokens = token_info(source) or _named_tokenizer(name, context)
     folder = cache_folder_of(name, own, source, context)
     aligned = aligned_columns(name, source, context)
-    # Under "error" the source itself raises at a bad row; rows without tokens are not bad.
+    # With "error" the source itself raises at a bad row; rows without tokens are not bad.
     options: WriterOptions = {"progress": context.progress, "on_error": "skip"}
     if own is not None and own.on_error != "error":
         options |= {"on_error": own.on_error, "max_bad_rows": own.max_bad_rows}
@@ -288,7 +288,7 @@ def require_tokens(name: str, source: ShardedSource, stage: str) -> None:
 
 
 def aligned_of(source: ShardedSource) -> tuple[AlignedColumn, ...]:
-    """Returns the columns whose values travel with the tokens, beside the loss mask."""
+    """Returns the aligned columns of a source, without the loss mask."""
     return tuple(
         column_of(source.schema.field(name), None, name) for name in info_of(source).aligned
     )
@@ -297,13 +297,13 @@ def aligned_of(source: ShardedSource) -> tuple[AlignedColumn, ...]:
 def aligned_columns(
     name: str, source: ShardedSource, context: PipelineContext
 ) -> tuple[AlignedColumn, ...]:
-    """Returns the columns of a source of tokens whose values travel with these.
+    """Returns the aligned columns of a source of tokens.
 
-    They are those that the config names, or else that the folder was saved with.
+    They are the columns that the config names, else those that the folder was saved with.
 
     Raises:
         ConfigError: There is no such column.
-        SourceError: Its values cannot be those of tokens.
+        SourceError: A column does not hold values of tokens.
     """
     own = datasets_of(context).get(name)
     named = {} if own is None else own.aligned
@@ -318,7 +318,7 @@ def aligned_columns(
 
 
 def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
-    """Returns the tokenizer that the config names, for tokens that do not say whose they are.
+    """Returns the tokenizer that the config names, for tokens without a known tokenizer.
 
     Raises:
         ConfigError: The config names none.
@@ -334,11 +334,11 @@ def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
 
 
 def holds_pairs(source: ShardedSource) -> bool | None:
-    """Whether a source of tokens, mixed and packed or not, holds preference pairs.
+    """Returns whether a source of tokens, mixed and packed or not, holds preference pairs.
 
-    None where its rows were made before.
+    It is None if its rows were made earlier.
     """
-    # PlannedSource is defined in a room above this file.
+    # PlannedSource is defined in a package above this file.
     mixture = getattr(source, "mixture", None)
     if mixture is not None:
         return bool(mixture.paired)
@@ -346,9 +346,9 @@ def holds_pairs(source: ShardedSource) -> bool | None:
 
 
 def same_kind(parts: Mapping[str, Documents]) -> None:
-    """Raises ConfigError where some datasets hold pairs and others do not.
+    """Raises ConfigError if some datasets hold pairs and others do not.
 
-    A loss is either of pairs or of tokens.
+    A loss is either for pairs or for tokens.
     """
     paired = [name for name, source in parts.items() if info_of(source).pairs]
     others = [name for name in parts if name not in paired]
@@ -358,24 +358,24 @@ def same_kind(parts: Mapping[str, Documents]) -> None:
 
 
 def token_info(source: ShardedSource) -> TokenInfo | None:
-    """Returns what is known of a source's tokenizer; None where nothing is."""
+    """Returns what is known of a source's tokenizer; None if nothing is."""
     return info_of(source).tokens
 
 
 def tokenizer_of(source: ShardedSource) -> Tokenizer | None:
-    """Returns the tokenizer that a source runs; None for tokens that were made before."""
+    """Returns the tokenizer that a source runs; None for data that was already tokenized."""
     tokenized = tokenized_of(source)
     return None if tokenized is None else tokenized.tokenizer
 
 
 def trained_turns(source: ShardedSource) -> Turns | None:
-    """Returns how the conversations of a source are written, mixed and packed or not.
+    """Returns how the conversations of a source are rendered, mixed and packed or not.
 
-    Of several templates the first is returned, with all the tokens that end turns. None where the
-    source holds no conversations.
+    If there are several templates, it returns the first, with the tokens that end turns in any of
+    them. It returns None if the source holds no conversations.
 
     Raises:
-        HostileTemplateError: A template went beyond its limits.
+        HostileTemplateError: A template exceeded its limits.
     """
     if isinstance(source, PartialSource):
         return trained_turns(source.source)
@@ -399,10 +399,10 @@ def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
 
     Args:
         parts: The datasets by name.
-        allow: Whether to warn instead of raising.
+        allow: Whether to warn instead of raising an error.
 
     Raises:
-        ConfigError: They do not; names the first two datasets that differ.
+        ConfigError: They do not; the error names the first two datasets that differ.
     """
     first: tuple[str, TokenInfo] | None = None
     for name, source in parts.items():
@@ -430,7 +430,7 @@ def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
 
 
 def warn_of_left_columns(stage: str, data: Mapping[str, ShardedSource]) -> None:
-    """Warns of extra columns that do not go on behind `stage`."""
+    """Warns of extra columns that `stage` drops."""
     for name, source in data.items():
         columns = info_of(source).extra_columns
         if columns:

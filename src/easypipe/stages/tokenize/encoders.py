@@ -1,7 +1,7 @@
 """The row encoders of text, prompts, conversations, pairs, and of rows of tokens, which they check.
 
-A form (TextColumn, PromptRows) says what rows are as texts. `TextEncoder` makes documents of these;
-`TokenEncoder` takes rows that are tokens already.
+A form (TextColumn, PromptRows) says how rows become texts. `TextEncoder` makes documents from
+texts; `TokenEncoder` takes rows that are already tokens.
 """
 
 from __future__ import annotations
@@ -77,24 +77,24 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("easypipe")
 
-# rows of the data that are compared with the reference before the fast backend is used on it
+# rows of the data that are compared with the reference before the fast backend is used
 SAMPLE_ROWS = 256
 SAMPLE_BYTES = 64 << 10
-# rows as Python objects at a time: the garbage collector visits all that exist again and again
+# rows as Python objects at a time: the garbage collector visits all existing ones repeatedly
 ROWS_AT_A_TIME = 1000
 IMPORT_VERSION = 1
-# Version for documents with a loss mask. In 2, one that ends with EOS and one more token (as after
-# a chat template) needs no other EOS.
+# The version of documents with a loss mask. In 2, a document that ends with EOS and one more token
+# (as with chat templates) needs no other EOS.
 MASKED_VERSION = 2
 
 
 class TextColumn:
-    """The form of rows with one column of text, of which every token is trained.
+    """The form of rows with one column of text; every token is trained on.
 
     Args:
         content_field: The column.
-        lengths: What cuts long texts instead of max_length.
-        blanks: Whether texts of white space alone are documents too.
+        lengths: How long texts are cut, instead of max_length.
+        blanks: Whether texts of only white space are also documents.
     """
 
     pairs, raw, judged = False, True, None
@@ -107,7 +107,7 @@ class TextColumn:
         self.masked = lengths is not None and lengths.masks
 
     def require(self, source: ShardedSource, dataset: str) -> None:
-        """Raises SourceError where the source has no such column of text."""
+        """Raises SourceError if the source has no such column of text."""
         require_text(source, self.label, dataset)
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
@@ -122,13 +122,13 @@ class TextColumn:
 
 
 class PromptRows:
-    """The form of rows that a PromptEngine writes: conversations, prompts, rows through a template.
+    """The form of rows that a PromptEngine renders: conversations, prompts, rows with a template.
 
     Args:
-        have: The columns of the source; the format reads some of them only where they exist.
-        room: Tokens of a packed row, for which conversations without a length of their own are cut
+        have: The columns of the source; the format reads some of them only if they exist.
+        room: The tokens of a packed row, to which conversations without their own length are cut
             between turns; None cuts none.
-        template_at: The key path that gives the template, for errors.
+        template_at: The key path of the template, for errors.
     """
 
     masked = True
@@ -157,7 +157,7 @@ class PromptRows:
         self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
 
     def require(self, source: ShardedSource, dataset: str) -> None:
-        """Raises SourceError where a column is missing or has a type that the format rejects."""
+        """Raises SourceError if a column is missing or has a type that the format rejects."""
         have, format = source.schema.names, self.engine.format
         for column in self.columns:
             at = place(f"dataset {dataset!r}", column=column)
@@ -207,7 +207,7 @@ class PromptRows:
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         """Reads rows `start` to `stop` as texts.
 
-        Raises TokenizerError naming the row on which a template went beyond its limits.
+        It raises a TokenizerError that names the row on which a template exceeded its limits.
         """
         batch, rejects = scan(source, shard, start, stop)
         numbers = row_numbers(batch, start).tolist()
@@ -248,11 +248,11 @@ class PromptRows:
 def _first_value(
     source: ShardedSource, column: str, but: tuple[str, ...]
 ) -> tuple[str | None, str | None]:
-    """Finds the first value of a column that is none of `but`, else its first value.
+    """Finds the first value of a column that is not one of `but`, else its first value.
 
     Returns:
-        (where it is, what it is); (None, None) where the head of the first shard cannot be read, as
-        with values of several types.
+        (its place, the value); (None, None) if the head of the first shard cannot be read, for
+        example because its values have several types.
     """
     known, most = source.shards[0].num_rows, 1 << 16 if unit_of(source) == "bytes" else 1000
     with contextlib.suppress(EasypipeError):  # the caller reports the wrong column anyway
@@ -277,8 +277,8 @@ def form_of(
 ) -> RowForm:
     """Returns the form of a dataset's rows, from its options and the type of its column.
 
-    Reads no rows, except a file of few-shot examples. `at` is the dataset's key path, for errors,
-    and `room` is as in PromptRows.
+    It reads no rows, except a file of few-shot examples. `at` is the dataset's key path, for
+    errors; `room` is as in PromptRows.
 
     Raises:
         SourceError: content_field is not a column.
@@ -306,7 +306,7 @@ def form_of(
 
 
 def _prompt_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
-    """Returns the PromptConfig that says what a DatasetConfig without `prompt` says."""
+    """Returns the PromptConfig that is equivalent to a DatasetConfig without `prompt`."""
     if dataset.completion_field is not None:
         return _answers_of(dataset, source)
     column = dataset.content_field
@@ -328,7 +328,7 @@ def _prompt_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
 
 
 def _chat_of(dataset: DatasetConfig, **columns: Any) -> PromptConfig:
-    """Returns the PromptConfig of conversations; `columns` are further options of it."""
+    """Returns the PromptConfig of conversations; `columns` are other options of it."""
     own = {
         "template": dataset.chat_template,
         "train_on": dataset.train_on,
@@ -345,7 +345,7 @@ def _chat_of(dataset: DatasetConfig, **columns: Any) -> PromptConfig:
 def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
     """Returns the PromptConfig of prompt_field, completion_field and rejected_field.
 
-    Raises ConfigError for options of conversations where the columns hold text.
+    It raises ConfigError for options of conversations if the columns hold text.
     """
     prompt, answer = dataset.prompt_field, dataset.completion_field
     column = pa.null()
@@ -371,13 +371,13 @@ def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
 
 
 class TextEncoder:
-    """The encoder of rows of text, in whatever form; implements cache.encoder.RowEncoder.
+    """The encoder of rows of text in any form; it implements cache.encoder.RowEncoder.
 
-    The fast backend is used on a dataset only once it agreed with the reference on some of it.
+    The fast backend is used on a dataset only after it agreed with the reference on a sample.
 
     Args:
-        memo: This machine's folder of the cache, where verdicts on fast tokenizers are kept.
-        batch_size: Texts encoded at a time; decides memory and speed, never tokens.
+        memo: The local folder of the cache, where results of checks of fast tokenizers are stored.
+        batch_size: How many texts are encoded at a time; affects memory and speed, never tokens.
     """
 
     def __init__(
@@ -409,7 +409,7 @@ class TextEncoder:
         return self.form.recipe(self.tokenizer, refuted=self.tokenizer.refuted(self._memo))
 
     def encode(self, rows: Texts, at: str, audit_key: str | None = None) -> EncodedDocuments:
-        """Encodes texts; before gigatoken is first used, it is checked on a sample of them."""
+        """Encodes texts; before gigatoken is first used, it is checked on a sample of these."""
         with self._proving:
             if not self._proved and not self.tokenizer.by_reference(rows.texts):
                 sample = sample_of(rows.texts, SAMPLE_ROWS, SAMPLE_BYTES)
@@ -460,9 +460,9 @@ def with_verdicts(made: EncodedDocuments, rows: Int64, desirable: UInt8) -> Enco
     return replace(made, batch=batch, counts=counts)
 
 
-# A pair is one document of both answers to a prompt, the chosen one first. Where the second begins,
-# the loss mask is SEGMENT_BREAK (loader/rows/gather.py makes two segments of it). An answer that is
-# left out takes the other one with it.
+# A pair is one document of both answers to a prompt, the chosen one first. At the first token of
+# the second answer the loss mask is SEGMENT_BREAK (loader/rows/gather.py makes two segments of it).
+# If one answer is left out, so is the other.
 
 
 def encode_pairs(
@@ -473,7 +473,7 @@ def encode_pairs(
     """Encodes pairs, one document for each row.
 
     Args:
-        texts: The answers in turn, two of each row.
+        texts: The answers, two of each row in turn.
         encode: Encodes texts, given with an audit key.
     """
 
@@ -484,13 +484,13 @@ def encode_pairs(
 
     documents = both(np.ones(len(texts.rows), np.bool_), audit_key)
     rejects = {reject.row: reject for side in reversed(documents) for reject in side.rejects}
-    if rejects:  # the other halves of these pairs were counted, which must not be
+    if rejects:  # the other halves of these pairs were counted and must not be
         documents = both(~np.isin(texts.rows, list(rejects)), None)
     return _joined(documents, tuple(rejects[row] for row in sorted(rejects)))
 
 
 def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) -> EncodedDocuments:
-    """Joins the two documents of every row to one; both sides have the same rows."""
+    """Joins the two documents of every row into one; both sides have the same rows."""
     chosen, rejected = (side.batch for side in documents)
     lists = [
         [batch.column(name) for batch in (chosen, rejected)] for name in (INPUT_IDS, LOSS_MASK)
@@ -508,7 +508,7 @@ def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) 
         merged.append(out)
     ids, mask = merged
     mask[begins[1]] = SEGMENT_BREAK
-    # Packing must add no EOS, which would end only one answer of the two.
+    # Packing must not add an EOS, because it would end only one of the two answers.
     closed, rows = np.ones(chosen.num_rows, np.uint8), chosen.column(ROW_NUMBER).to_numpy()
     batch = token_documents(chosen.schema, offsets, ids, closed, rows, mask)
     counts = replace(
@@ -522,7 +522,7 @@ def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) 
 
 @dataclass(frozen=True)
 class ImportedRows:
-    """Rows of tokens as the cache stores them; implements cache.encoder.RowsRead."""
+    """Rows of tokens as the cache stores them; it implements cache.encoder.RowsRead."""
 
     documents: EncodedDocuments
     rejects: tuple[Reject, ...]
@@ -533,13 +533,13 @@ class ImportedRows:
 
 
 class TokenEncoder:
-    """The encoder of rows that are tokens already; implements cache.encoder.RowEncoder.
+    """The encoder of rows that are already tokens; it implements cache.encoder.RowEncoder.
 
     It reads `input_ids` with `loss_mask`, unshifted `labels` or TRL's masks. Rows without tokens
     are counted, not passed on.
 
     Args:
-        aligned: Further columns, whose values travel with the tokens.
+        aligned: The aligned columns.
         dataset: The name of the dataset, for errors.
     """
 
@@ -583,7 +583,8 @@ class TokenEncoder:
 
         Raises:
             SourceError: A token is outside the tokenizer's vocabulary, a row is padded
-                (`attention_mask` of 0), or columns have unequal lengths; names file and row.
+                (`attention_mask` of 0), or columns have unequal lengths; the error names file and
+                row.
         """
         name = source.shards[shard].name
         batch, rejects = scan(source, shard, start, stop)
@@ -591,7 +592,7 @@ class TokenEncoder:
         block = decode(batch, self._read, name, start)
         self._check(block, rows, name)
         full = np.diff(block.offsets) > 0
-        # an empty row moves no offset
+        # an empty row does not change the offset
         offsets = np.concatenate([[0], block.offsets[1:][full]]).astype(np.int64)
         ids = block.columns[INPUT_IDS].astype(token_dtype(self._tokens.vocab_size))
         ends = (ends_closed if self.masked else ends_with)(ids, offsets, self._tokens.eos_token_id)

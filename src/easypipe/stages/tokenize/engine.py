@@ -1,4 +1,4 @@
-"""PromptEngine: turns rows into texts and tokens, one at a time here, in bulk in pipelines.
+"""PromptEngine: turns rows into texts and tokens, one at a time or, in pipelines, in bulk.
 
 ```python
 engine = PromptEngine("my-tokenizer", PromptConfig(format_type="prompt_completion"))
@@ -43,19 +43,21 @@ Sample = dict[str, NDArray[np.int32 | np.uint8]]
 
 
 class PromptEngine:
-    """Turns rows into texts with trained characters, and into tokens with a loss mask. Thread safe.
+    """Turns rows into texts with target characters, and into tokens with a loss mask.
+
+    It is thread-safe.
 
     Law: `encode(row)` equals what `DatasetConfig(prompt=config, length=length)` stores of that row.
 
     Args:
-        tokenizer: A loaded tokenizer, or what names one.
-        config: None takes PromptConfig(): messages through the tokenizer's chat template.
-        max_length: Most tokens of a sample, instead of the tokenizer's own.
+        tokenizer: A loaded tokenizer, its config or its name.
+        config: None takes PromptConfig(): messages with the tokenizer's chat template.
+        max_length: The most tokens of a sample, instead of the tokenizer's own max_length.
         length: What happens to longer samples; None cuts them at their end.
 
     Raises:
-        ConfigError: For options that conflict.
-        TokenizerError: Without a tokenizer, or without a chat template.
+        ConfigError: Options conflict.
+        TokenizerError: There is no tokenizer, or no chat template.
     """
 
     def __init__(
@@ -77,20 +79,20 @@ class PromptEngine:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that every row must have; conversations may have `tools` too."""
+        """The columns that every row must have; conversations may also have `tools`."""
         more = (self.config.rejected_column, self.config.desirable_column)
         return (*self.format.columns, *(name for name in more if name is not None))
 
     def render(self, row: Row) -> Rendered:
-        """Writes the text of a row.
+        """Renders the text of a row.
 
         Returns:
-            The text; its spans, ascending character ranges that are trained; and its end, what
-            follows it (see transforms/tokenizer/masked.py).
+            The text; its spans, ascending character ranges that are trained on; and its end, which
+            says what follows the text (see transforms/tokenizer/masked.py).
 
         Raises:
-            SourceError: The row is not a sample; names the reason.
-            HostileTemplateError: A template went beyond its limits.
+            SourceError: The row is not a sample; the error names the reason.
+            HostileTemplateError: A template exceeded its limits.
         """
         self._require_columns(row)
         found, *more = (
@@ -117,23 +119,23 @@ class PromptEngine:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The chat template that writes conversations; None for samples of another kind."""
+        """The chat template for conversations; None for samples of another kind."""
         return self.format.template if isinstance(self.format, ChatFormat) else None
 
     def render_rows(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        """Does `render` for rows that have all columns; rows that are not samples are Refused."""
+        """Does `render` for rows that have all columns; returns Refused for invalid samples."""
         found = self.format.render(rows)
         return [self._rejected(row) or one for row, one in zip(rows, found, strict=True)]
 
     def render_turns(self, rows: Sequence[Row]) -> list[list[Rendered | Refused]]:
-        """Returns the samples of each row, where reasoning is "per_turn"."""
+        """Returns the samples of each row, if reasoning is "per_turn"."""
         assert isinstance(self.format, ChatFormat)
         found = self.format.by_turns(rows)
         rejected = [self._rejected(row) for row in rows]
         return [[no] if no else some for no, some in zip(rejected, found, strict=True)]
 
     def _rejected(self, row: Row) -> Refused | None:
-        """Returns why a row's answer is not learned, if the row itself says so."""
+        """Returns why a row's answer is not trained on, if the row itself says so."""
         name = next((name for name in self.verdicts if row.get(name) is False), None)
         if name is None:
             return None
@@ -147,7 +149,7 @@ class PromptEngine:
     def splits(self) -> bool:
         """Whether rows that are too long may be cut between turns.
 
-        They are conversations, of which not all is trained.
+        They must be conversations that are not trained on as a whole.
         """
         train_on = self.config.train_on
         return (
@@ -167,13 +169,13 @@ class PromptEngine:
 
     @functools.cached_property
     def verdicts(self) -> tuple[str, ...]:
-        """Optional columns that say by true or false whether a row's answer is a good one."""
+        """Optional columns, true or false, that say whether a row's answer is a good one."""
         if self.config.format_type in ("text", "custom") or self.config.rejected_column is not None:
             return ()
         return tuple(name for name in VERDICTS if name not in self.columns)
 
     def render_pairs(self, rows: Sequence[Row]) -> list[tuple[Rendered, Rendered] | Refused]:
-        """Returns for each row of a pair the text of the preferred answer and of the other."""
+        """Returns for each row of a pair the texts of the preferred and the other answer."""
         answer, rejected = str(self.config.answer), str(self.config.rejected_column)
         rows = self._with_shared(rows)
         other = self.render_rows([{**row, answer: row[rejected]} for row in rows])
@@ -182,7 +184,7 @@ class PromptEngine:
             if isinstance(better, Rendered) and isinstance(worse, Rendered):
                 pairs.append((better, worse))
             elif isinstance(worse, Refused) and isinstance(better, Rendered):
-                # the row that it is written from has it in the preferred answer's column
+                # in the row it was rendered from, it is in the preferred answer's column
                 told = worse.detail.removeprefix(f"column {answer!r} ")
                 parted = " " if told != worse.detail else ": "
                 pairs.append(worse._replace(detail=f"column {rejected!r}{parted}{told}"))
@@ -191,7 +193,7 @@ class PromptEngine:
         return pairs
 
     def _with_shared(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Returns rows of pairs without a prompt, with the length that both answers share."""
+        """Returns pairs without a prompt, with the length of the text that both answers share."""
         if not self.config.shares_prompt or isinstance(self.format, TextFormat):
             return rows
         answer, rejected = str(self.config.answer), str(self.config.rejected_column)
@@ -201,13 +203,13 @@ class PromptEngine:
     def written(
         self, rows: Sequence[Row], numbers: Sequence[int], room: int | None
     ) -> tuple[list[Rendered | Refused], list[int]]:
-        """Writes rows as texts.
+        """Renders rows as texts.
 
         Args:
-            room: Most tokens of texts that are cut between turns; None cuts none.
+            room: The most tokens of texts that are cut between turns; None cuts none.
 
         Returns:
-            (the texts, the number of the row that each is made of); of pairs both answers in turn.
+            (the texts, the row number of each); for pairs, both answers in turn.
         """
         texts: Sequence[Sequence[Rendered | Refused]]
         if self.config.rejected_column is not None:
@@ -225,10 +227,10 @@ class PromptEngine:
     def encode(self, row: Row) -> Sample:
         """Encodes a row, special tokens included.
 
-        Of a row of a pair it encodes the preferred answer; `encode_pair` gives both.
+        For a pair it encodes the preferred answer; `encode_pair` encodes both.
 
         Returns:
-            `input_ids` Int32[n] and `loss_mask` UInt8[n], 1 where the token is a target.
+            `input_ids` Int32[n] and `loss_mask` UInt8[n], which is 1 for targets.
 
         Raises:
             EasypipeError: What `render` raises.
@@ -236,7 +238,7 @@ class PromptEngine:
         return self._encoded(self.render(row))
 
     def encode_pair(self, row: Row) -> tuple[Sample, Sample]:
-        """Encodes the preferred answer and the other, each as `encode` does.
+        """Encodes the preferred and the other answer, each as `encode` does.
 
         Raises:
             ConfigError: There is no rejected_column.
@@ -255,7 +257,7 @@ class PromptEngine:
         return better, worse
 
     def _encoded(self, found: Rendered) -> Sample:
-        """Encodes a rendered row; raises SourceError if it becomes no document, or several."""
+        """Encodes a rendered row; raises SourceError unless it becomes exactly one document."""
         plain = isinstance(self.format, TextFormat)
         texts = texts_of([found], [0], plain=plain)
         made = encode_texts(
@@ -284,7 +286,7 @@ class PromptEngine:
 def _format(
     config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None
 ) -> ChatFormat | TemplateFormat | TextFormat:
-    """Returns the format that writes the rows of a PromptConfig."""
+    """Returns the format that renders the rows of a PromptConfig."""
     is_chat = config.format_type in CHAT_FORMATS
     if lengths is not None:
         _check_lengths(config, lengths.policy)
@@ -331,7 +333,7 @@ def _format(
 
 
 def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
-    """Raises ConfigError, at `length`, for policies that samples of this format do not have."""
+    """Raises ConfigError, at `length`, for policies that do not apply to this format."""
     kind = config.format_type
     require(
         policy.policy != "split" or config.rejected_column is None,

@@ -1,4 +1,4 @@
-"""The tokenize stage: chooses each dataset's tokenizer, max_length, and the columns that stay."""
+"""The tokenize stage: chooses each dataset's tokenizer, max_length, and the columns it keeps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenizeStage(BaseStage):
     """The tokenize stage: every dataset of text becomes a TokenizedShardedSource.
 
     Its tokenizer is the dataset's own, else the stage's default_tokenizer, else the pipeline's.
-    Datasets that hold tokens pass through.
+    Datasets of tokens are passed on unchanged.
     """
 
     @property
@@ -41,7 +41,7 @@ class TokenizeStage(BaseStage):
         return "tokenize"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
-        """Lays an encoder over every dataset of text; reads no rows.
+        """Wraps every dataset of text in an encoder; it reads no rows.
 
         Raises:
             ConfigError: A dataset has no tokenizer.
@@ -130,10 +130,10 @@ def _choose(
 def _kept_columns(
     data: Mapping[str, ShardedSource], datasets: Mapping[str, Any], stage: TokenizeStageConfig
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the columns of each dataset of text that stay beside its tokens.
+    """Returns the columns of each dataset of text that are kept with its tokens.
 
     Raises:
-        ConfigError: No dataset has a column of that name.
+        ConfigError: None of the datasets has a column of that name.
     """
     texts = {name: source for name, source in data.items() if INPUT_IDS not in source.schema.names}
     every = (data_columns(source.schema) for source in texts.values())
@@ -150,7 +150,7 @@ def _kept_columns(
 
 
 def _with_length(tokenizer: TokenizerConfig, max_length: int | None) -> TokenizerConfig:
-    """Returns the config with the stage's max_length, if it has none of its own."""
+    """Returns the config with the stage's max_length, unless it has its own."""
     if max_length is None or tokenizer.max_length is not None:
         return tokenizer
     return dataclasses.replace(tokenizer, max_length=max_length)

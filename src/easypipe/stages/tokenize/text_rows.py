@@ -1,4 +1,4 @@
-"""Reads the texts of a range of rows: which rows have one, and why the others do not."""
+"""Reads the texts of a range of rows; says which rows have none, and why."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Texts:
         texts: The texts, large_string without nulls or blank texts.
         rows: Int64[n], the numbers of their rows in the shard.
         rejects: The other rows, ascending.
-        spans: The character ranges of each text that are trained; None: all of every text is.
+        spans: The character ranges of each text that are trained on; None: all texts as a whole.
         ends: UInt8[n], what follows each text (transforms/tokenizer/masked.py).
-        lost: Int64[n], how many tokens each text was cut by when it was written; a negative number
-            stands for tokens that another text of the row has too. None where none was cut.
+        lost: Int64[n], how many tokens each text lost when it was rendered; a negative number
+            counts tokens that another text of the row also has. None if no text was cut.
         cut_by: What cut the texts, as the ledger names it.
-        goes_on: Bool[n], whether the row goes on in another text; None where no row has several.
-        desirable: UInt8[n], 1 where the answer is desirable; None where the data does not say.
+        goes_on: Bool[n], whether the row continues in another text; None if no row has several.
+        desirable: UInt8[n], 1 if the answer is desirable; None if the data does not say.
     """
 
     texts: pa.LargeStringArray
@@ -48,7 +48,7 @@ class Texts:
     desirable: UInt8 | None = None
 
     def content_hash(self) -> str:
-        """Returns the XXH3-128 of texts and row numbers, whatever buffers they are in."""
+        """Returns the XXH3-128 of texts and row numbers, independent of their buffers."""
         hasher = xxhash.xxh3_128()
         hasher.update(self.rows.data)
         if len(self.texts):
@@ -66,7 +66,7 @@ class Texts:
         return hasher.hexdigest()
 
     def take(self, which: Int64) -> Texts:
-        """Returns the texts with these numbers (Int64[m]), none of which goes on in another."""
+        """Returns the texts with these numbers (Int64[m]); none may continue in another."""
         return Texts(
             texts=self.texts.take(pa.array(which)),
             rows=self.rows[which],
@@ -96,14 +96,14 @@ def texts_of(
     *,
     plain: bool = False,
 ) -> Texts:
-    """Makes the Texts of what was written of rows.
+    """Makes Texts from rendered rows.
 
     Args:
         rendered: The text of each row, or why it has none.
         rows: The numbers of the rows.
-        rejects: Rows that were rejected before.
+        rejects: Rows that were rejected earlier.
         cut_by: What cut the texts.
-        plain: Whether all of every text is trained.
+        plain: Whether texts are trained on as a whole.
     """
     pairs = list(zip(rows, rendered, strict=True))
     found = [one for _, one in pairs if isinstance(one, Rendered)]
@@ -123,7 +123,7 @@ def texts_of(
 
 
 def require_text(source: ShardedSource, content_field: str, dataset: str) -> None:
-    """Checks that a column exists and can hold text; reads no rows.
+    """Checks that a column exists and can hold text; it reads no rows.
 
     Raises:
         SourceError: It does not.
@@ -161,10 +161,10 @@ def read_texts(
 
     Args:
         content_field: The column of text.
-        blanks: Whether texts of white space alone are documents too; empty ones never are.
+        blanks: Whether texts of only white space are also documents; empty ones never are.
 
     Raises:
-        EasypipeError: The source refuses a row.
+        EasypipeError: The source raises it for a row.
     """
     batch, rejects = scan(source, shard, start, stop)
     rows = row_numbers(batch, start)

@@ -1,4 +1,4 @@
-"""Encodes texts to documents, checks one in a thousand again; why others are skipped or refused."""
+"""Encodes texts to documents, audits one in a thousand; why texts are skipped or rejected."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from easypipe.transforms.tokenizer.masked import NO_END, encode_masked, has_targ
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Tokens
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, UnencodableError
 
-AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
+AUDITED_SHARE = 1000  # one text in this many is encoded again with the reference
 AUDITED_ROWS = 64  # the most texts of one range that are checked
-# bytes that are checked of a range, or a thousandth of it where that is more
+# bytes that are checked of a range, or a thousandth of it if that is more
 AUDITED_BYTES = 1 << 13
-# A longer text is checked in pieces: the reference takes seconds, and 150 bytes of memory for a
-# byte.
+# A longer text is checked in pieces, because the reference takes seconds, and 150 bytes of memory
+# per byte.
 WHOLE_BYTES = 256 << 10
 PIECE_BYTES = 32 << 10
-# the stretch in which a place is looked for where no tokenizer joins what is before and behind it
+# the range that is searched for a place at which no tokenizer merges across
 BORDER_BYTES = 4 << 10
 LATE_TOKENS = 16  # the last tokens of a piece, which its cut may have changed
-# Bytes of text encoded at a time. A call costs half a millisecond, and four bytes a token that are
-# used again for the next call: the C library gives the memory of larger blocks back to the system,
-# which then clears every page anew. The encoder's memory is checked between two calls.
+# Bytes of text encoded at a time. A call costs half a millisecond, and four bytes a token, which
+# the next call reuses: the C library returns the memory of larger blocks to the system, which then
+# clears every page again. The encoder's memory is checked between two calls.
 CALL_BYTES = 4 << 20
 LONGEST = (1 << 31) - 1  # lengths are Int32 in plans
 
@@ -54,15 +54,16 @@ def encode_texts(
     audit_key: str | None = None,
     lengths: Lengths | None = None,
 ) -> EncodedDocuments:
-    """Encodes texts to documents, with a loss_mask where the texts have spans.
+    """Encodes texts to documents, with a loss_mask if the texts have spans.
 
     Args:
-        batch_size: Most texts encoded at a time; decides memory and speed, never tokens.
-        at: What errors call the file.
-        raw: Whether no template wrote the texts: special tokens and special_strings then apply.
+        batch_size: The most texts encoded at a time; affects memory and speed, never tokens.
+        at: The name of the file in errors.
+        raw: Whether the texts are not from a template: special tokens and special_strings then
+            apply.
         audit_key: A digest that decides which texts are encoded again with the reference; None:
             none.
-        lengths: What cuts them instead of max_length.
+        lengths: How they are cut, instead of max_length.
 
     Raises:
         TokenizerError: The fast backend differs from the reference.
@@ -107,7 +108,7 @@ def encode_texts(
 
 
 def _require_short(made: EncodedTexts, texts: Texts, at: str) -> None:
-    """Raises SourceError for a text whose length does not fit into an Int32."""
+    """Raises SourceError for a text with too many tokens for an Int32."""
     sizes = np.diff(made.offsets)
     if sizes.size and sizes.max() > LONGEST:
         raise SourceError(
@@ -131,7 +132,7 @@ def _shaped(
         texts: All texts.
         made: The encoded texts that become documents.
         numbers: Int64[m], the numbers of these texts.
-        lengths: What cuts them; None: `made` is cut already.
+        lengths: How they are cut; None: `made` is already cut.
         raw: As in `encode_texts`.
     """
     if lengths is not None:
@@ -153,7 +154,7 @@ def _batch(
     offsets, eos = shaped.offsets, tokenizer.eos_token_id
     ends = (ends_with if plain else ends_closed)(shaped.ids, offsets, eos)
     schema = cache_schema(tokenizer.vocab_size, loss_mask=shaped.mask is not None)
-    # A document that goes on elsewhere counts as ended, for packing: an added EOS would teach the
+    # For packing, a document that continues elsewhere counts as ended: an added EOS would teach the
     # model to stop there.
     return token_documents(schema, offsets, shaped.ids, ends | continued, rows, shaped.mask)
 
@@ -164,7 +165,7 @@ def _encoded(
     """Encodes the texts in calls of bounded size.
 
     Returns:
-        (all texts, which have no token where the tokenizer refuses them; why, by their numbers).
+        (all texts, without tokens if the tokenizer rejects them; the reasons, by their numbers).
     """
     found: list[EncodedTexts] = []
     failed: dict[int, Reject] = {}
@@ -179,7 +180,7 @@ def _encoded(
                 spans, ends = texts.spans[first:last], texts.ends[first:last].tolist()
                 found.append(encode_masked(tokenizer, some, spans, ends, raw=raw, whole=whole))
         except UnencodableError as error:
-            if last - first > 1:  # one by one, to find which text it is
+            if last - first > 1:  # one by one, to find the bad text
                 calls.extendleft((i, i + 1) for i in reversed(range(first, last)))
                 continue
             refused = Refused(REFUSED_BY_TOKENIZER, error.problem)
@@ -189,9 +190,9 @@ def _encoded(
 
 
 def _rejected(texts: Texts, made: EncodedTexts, tokenizer: Tokenizer) -> dict[int, Reject]:
-    """Returns the texts that become no document, by their numbers."""
+    """Returns the texts that do not become documents, by their numbers."""
     if made.mask is None:
-        # Such a text has only special tokens: the tokenizer knows no piece of it.
+        # Such a text has only special tokens: the tokenizer has no token for any part of it.
         kept, reason = np.diff(made.offsets) > tokenizer.specials_per_text, "no_tokens"
         detail = f"the tokenizer {tokenizer.name} makes no tokens from this text"
         none = Refused(reason, detail)
@@ -209,7 +210,7 @@ def _cut_before(texts: Texts, rows: Int64) -> tuple[int, dict[str, int]]:
         rows: The rows that have become documents.
 
     Returns:
-        (how many tokens were cut, what the ledger says of it).
+        (how many tokens were cut, the counts for the ledger).
     """
     pieces = len(texts.rows) - len(np.unique(texts.rows))
     told = {"pieces": pieces} if pieces else {}
@@ -233,7 +234,7 @@ _UNTRAINED = Refused(NOTHING_TO_TRAIN, "no trained token remains")
 def _too_long(made: Shaped, rows: Int64, sizes: Int64, lengths: Lengths) -> list[Reject]:
     """Returns rejects for the texts that `shape` left out.
 
-    `rows` and `sizes` are the row and the tokens of each text.
+    `rows` and `sizes` are the row and the number of tokens of each text.
     """
     benign = lengths.policy.policy != "error"
     found = [_UNTRAINED.of_row(int(rows[i])) for i in made.untrained]
@@ -244,7 +245,7 @@ def _too_long(made: Shaped, rows: Int64, sizes: Int64, lengths: Lengths) -> list
 
 
 def _refused_strings(texts: Texts, strings: Int64, tokenizer: Tokenizer) -> dict[int, Reject]:
-    """Returns the texts that special_strings="error" refuses, by their numbers.
+    """Returns the texts that special_strings="error" rejects, by their numbers.
 
     Args:
         strings: Int64[n], the number of special strings in each.
@@ -263,7 +264,7 @@ def _refused_strings(texts: Texts, strings: Int64, tokenizer: Tokenizer) -> dict
 
 
 def ends_closed(ids: Ids, offsets: Int64, token: int | None) -> UInt8:
-    """Returns UInt8[n]: 1 where EOS is a document's last token, or the last but one.
+    """Returns UInt8[n]: 1 if EOS is a document's last or second to last token.
 
     Chat templates end turns with EOS and a newline.
     """
@@ -275,7 +276,7 @@ def ends_closed(ids: Ids, offsets: Int64, token: int | None) -> UInt8:
 
 
 def _edges(texts: Texts, batch_size: int) -> list[int]:
-    """Returns cuts from 0 to all texts, at most `batch_size` and about CALL_BYTES apart."""
+    """Returns cuts from 0 to the number of texts, at most `batch_size` and CALL_BYTES apart."""
     count = len(texts.texts)
     if not count:
         return [0, 0]
@@ -288,7 +289,7 @@ def _edges(texts: Texts, batch_size: int) -> list[int]:
 
 
 def ends_with(ids: Ids, offsets: Int64, token: int | None) -> UInt8:
-    """Returns UInt8[n]: 1 where a document's last token is `token`. No document may be empty."""
+    """Returns UInt8[n]: 1 if a document's last token is `token`. No document may be empty."""
     if token is None or not ids.size:
         return np.zeros(len(offsets) - 1, np.uint8)
     return (ids[offsets[1:] - 1] == token).astype(np.uint8)
@@ -308,8 +309,8 @@ def _audit(
 
     Args:
         made: Their tokens by the fast backend.
-        key: Decides which texts.
-        at: What errors call the file.
+        key: A digest that decides which texts.
+        at: The name of the file in errors.
         raw: As in `encode_texts`.
         whole: Whether max_length has cut nothing.
 
@@ -330,7 +331,7 @@ def _audit(
                 stored, _again(text, spans, ends, tokenizer, raw, whole, reference=True)
             )
         except UnencodableError:
-            equal = not stored.ids.size  # refused before, too
+            equal = not stored.ids.size  # also rejected before
         if not equal:
             raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))
 
@@ -351,7 +352,7 @@ def _again(
     *,
     reference: bool,
 ) -> Tokens:
-    """Encodes some texts, of which `spans` are trained, with either encoder."""
+    """Encodes some texts, of which `spans` are trained on, with either encoder."""
     if spans is not None and ends is not None:
         made = encode_masked(
             tokenizer, texts, spans, ends, raw=raw, reference=reference, whole=whole
@@ -371,10 +372,10 @@ def _agree(
     *,
     raw: bool,
 ) -> bool:
-    """Whether both encoders give the same tokens of `pieces`.
+    """Returns whether both encoders produce the same tokens for `pieces`.
 
-    The first piece begins the text whose tokens are `ids`. If they differ, the caller compares the
-    whole text, since only that decides.
+    The first piece is the beginning of the text with tokens `ids`. If they differ, the caller
+    compares the whole text, because only that decides.
     """
     parts = pa.array([piece for _, piece in pieces], pa.large_string())
     within = ends = None
@@ -391,7 +392,7 @@ def _agree(
 
 
 def _refuted(tokenizer: Tokenizer, at: str) -> TokenizerError:
-    """Remembers that the fast backend is wrong, and returns the error that says so."""
+    """Records that the fast backend is wrong, and returns the error that says so."""
     tokenizer.refute(
         f"{tokenizer.backend.name} {tokenizer.backend.version} differs from `tokenizers` on {at}"
     )
@@ -405,10 +406,10 @@ def _refuted(tokenizer: Tokenizer, at: str) -> TokenizerError:
 
 
 def _picked(texts: Texts, key: str) -> list[int]:
-    """Returns the numbers of the texts that are encoded again; their content alone decides which.
+    """Returns the numbers of the texts that are encoded again; only their content decides which.
 
-    A text longer than what is left of the budget is chosen with probability left / length, so that
-    long texts are checked too.
+    A text longer than the rest of the budget is chosen with probability rest / length, so that long
+    texts are also checked.
     """
     count = len(texts.texts)
     picks = permute(
@@ -426,9 +427,9 @@ def _picked(texts: Texts, key: str) -> list[int]:
 
 
 def sample_of(texts: pa.LargeStringArray, most_rows: int, most_bytes: int) -> pa.LargeStringArray:
-    """Returns the first texts, at most so many and of so many bytes.
+    """Returns the first texts, at most `most_rows` of them and `most_bytes` bytes.
 
-    Where already the first is longer, its beginning is returned.
+    If the first is longer, its beginning is returned.
     """
     ends, data = bytes_of(texts)
     count = min(
@@ -443,7 +444,7 @@ def sample_of(texts: pa.LargeStringArray, most_rows: int, most_bytes: int) -> pa
 def _pieces(texts: Texts, i: int, key: str) -> list[tuple[int, str]]:
     """Returns (first character, piece) for the two pieces of text `i` that are checked.
 
-    They are its beginning and one more place; none where the text is short.
+    They are its beginning and one more place; a short text has none.
     """
     ends, data = bytes_of(texts.texts)
     text = data[ends[i] : ends[i + 1]]
@@ -462,7 +463,7 @@ def _pieces(texts: Texts, i: int, key: str) -> list[tuple[int, str]]:
 def _border(text: UInt8, at: int) -> int:
     """Returns the next place, in bytes, at which text can be cut.
 
-    It is before a space between two letters, else before a character.
+    It is before a space between two letters, or else before a character.
     """
     window = text[at - 1 : at + BORDER_BYTES]
     letters = (window | 0x20) - ord("a") < 26  # unsigned: all other bytes give larger numbers
@@ -476,19 +477,19 @@ def _decoded(text: UInt8) -> str:
 
 
 def _within(spans: Sequence[Sequence[int]], first: int, stop: int) -> list[list[int]]:
-    """Returns character ranges as those of the piece from `first` to `stop`."""
+    """Returns character ranges relative to the piece from `first` to `stop`."""
     return [
         [max(a, first) - first, min(b, stop) - first] for a, b in spans if a < stop and b > first
     ]
 
 
 def equal_documents(ids: Ids, begins: Sequence[Int64], sizes: Sequence[Int64]) -> int:
-    """Returns how many pairs are the same tokens twice.
+    """Returns how many pairs have two equal halves.
 
     Args:
         ids: The tokens.
         begins: Where the first and the second half of each pair begin.
-        sizes: How many tokens these halves have.
+        sizes: The number of tokens of these halves.
     """
     alike = np.flatnonzero(sizes[0] == sizes[1])
     places = zip(begins[0][alike], begins[1][alike], sizes[0][alike], strict=True)
