@@ -25,7 +25,7 @@ class ErrorBudget:
 
     Args:
         dataset: The name of the dataset.
-        label: What is encoded, for errors.
+        label: The name of the encoded content, for errors.
         on_error: "error" stops at the first bad row.
         max_bad_rows: How many bad rows may be skipped; None allows any number.
     """

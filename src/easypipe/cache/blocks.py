@@ -256,7 +256,7 @@ def noted(todo: Int64) -> dict[int, set[int]]:
 
 @jit
 def note(checked_at, file_at, address, num_bytes, part, todo, count):
-    """Adds the unchecked blocks of a stretch of memory to `todo`, as far as there is room.
+    """Adds the unchecked blocks of a stretch of memory to `todo`, while there is space.
 
     Args:
         checked_at: Where the part's flags begin.

@@ -56,8 +56,8 @@ class Feed(Protocol[At]):
         counted: Whether `remaining` is known without looking documents up.
         block: The number of draws that are made at a time; a window that ends by its tokens ends
             between two blocks.
-        draws_next: Whether, under "concat", a window takes the document after its last token, of
-            which it holds none.
+        draws_next: Whether a window under "concat" also takes the document after its last token,
+            although it holds no token of it.
     """
 
     num_docs: Int64

@@ -276,7 +276,7 @@ def in_order_of_streams(ends: Int64, start: int, stop: int) -> tuple[Int64, Int6
 
 
 def known_before(ends: Int64, row: int, stream: int) -> Int64:
-    """Returns `ends` if they change what comes before row `row` of stream `stream`, else NEVER.
+    """Returns the `ends` that change what comes before row `row` of stream `stream`, others NEVER.
 
     A process at that row knows no other ends.
     """

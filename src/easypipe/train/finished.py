@@ -45,7 +45,7 @@ class Trained:
         model: The model, with its adapters.
         step: The step of the checkpoint.
         tokenizer: The name or path of the tokenizer that made the tokens; None if it is not known.
-        seen: What the run saw of its data, for save_pretrained.
+        seen: The record of the data that the run has seen, for save_pretrained.
         base: The folder or Hub name of the published model that the run started from, if any.
     """
 

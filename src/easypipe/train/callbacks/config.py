@@ -185,7 +185,7 @@ class SamplesConfig:
     # a file of conversations to answer, as JSON or JSON lines, as for `easypipe generate`
     messages: str | None = None
     every: int = 500  # steps between samples
-    max_new_tokens: int = 64  # most tokens of each text
+    max_new_tokens: int = 64  # the most tokens of each text
     # 0 always takes the most probable token; 1 samples by the model's own probabilities
     temperature: float = 0.8
     seed: int = 0  # seed of the sampling, the same at every step

@@ -202,10 +202,10 @@ def data_differences(saved: Json, data: Json, **words: str) -> dict[str, str]:
 
 
 def check_changes(changes: Sequence[str], identity: Json) -> None:
-    """Checks that checkpoints are compared by each key path of resume_changes.
+    """Checks that resuming compares every key path of resume_changes with the checkpoint.
 
     Raises:
-        ConfigError: They are not compared by one of them.
+        ConfigError: It does not compare one of them.
     """
     of_train = (f"train.{key}" for key in (*MUST_MATCH, *IF_THERE))
     parts = {ENDED, *identity, *of_train, *(f"loader.{part}" for part in LOADER_PARTS)}

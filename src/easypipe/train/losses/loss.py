@@ -331,7 +331,7 @@ def logits_loss_sums(
         batch: As for loss_sums.
         z_loss: The weight of the z-loss.
         label_smoothing: The share of each target that is spread over the vocabulary.
-        measures: What is measured into `ratios`.
+        measures: The measures that are added to `ratios`.
         num_tokens: The vocabulary size of the data's tokenizer, if known.
 
     Raises:

@@ -144,7 +144,7 @@ class OptimizerConfig:
     beta3: float | None = None
     # a small number, added when an update is divided by the second moment
     epsilon: float | None = None
-    weight_decay: float | None = None  # decay of matrices alone, multiplied by the learning rate
+    weight_decay: float | None = None  # decay of matrices only, multiplied by the learning rate
     momentum: float | None = None  # for muon, how much of the momentum is kept at each step
     # for muon, the iterations that make an update orthogonal
     newton_schulz_steps: int | None = None

@@ -99,8 +99,8 @@ def thinned(
 ) -> tuple[list[int], list[float]]:
     """Returns at most about MOST_POINTS steps and values, the values with six digits.
 
-    A longer curve keeps its first and last point, and the least and the greatest value of each of
-    as many stretches as there is room for, so that no spike is lost.
+    A longer curve is cut into as many stretches as there is space for. It keeps its first and last
+    point, and the least and the greatest value of each stretch, so that no spike is lost.
     """
     if len(steps) > MOST_POINTS:
         edges = np.linspace(0, len(steps), MOST_POINTS // 2, dtype=np.int64)

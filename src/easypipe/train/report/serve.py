@@ -1,4 +1,4 @@
-"""Serves the report page of a run on this machine alone, while the run trains."""
+"""Serves the report page of a run, only on this machine, while the run trains."""
 
 from __future__ import annotations
 

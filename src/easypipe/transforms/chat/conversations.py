@@ -78,7 +78,7 @@ class MessageReader:
         examples: Sequence[Message] = (),
         system: str | None = None,
     ) -> dict[str, Json]:
-        """Returns what the template sees of a row in which nothing is `wrong`.
+        """Returns the template's input for a row in which nothing is `wrong`.
 
         Args:
             talk: The messages.

@@ -59,7 +59,7 @@ class HostileTemplateError(TokenizerError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    r"""One chat template, with what it is rendered with.
+    r"""One chat template, with its variables and the options of its trained spans.
 
     Attributes:
         source: The text of the template.

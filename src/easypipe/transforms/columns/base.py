@@ -317,8 +317,8 @@ class TransformedSource(Source):
 
     Row numbers stay those of the source: a filter leaves gaps (benign rejects, `filtered`), and
     `num_rows` counts the rows before it. After Expand the rows of row r are r * most to r * most +
-    most - 1; those that do not exist are benign rejects too (`unfilled`). Thread-safe as far as the
-    user's functions are.
+    most - 1; those that do not exist are benign rejects too (`unfilled`). Thread-safe if the user's
+    functions are.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ from easypipe.transforms.columns.base import ColumnTransform, Rows
 class HoldOutConfig:
     """Which rows of a dataset are read: the held-out rows, or all others.
 
-    The content of a row decides, so equal rows fall on one side, and files that are added, renamed
-    or written in another format move no row from one side to the other.
+    The content of a row decides, so equal rows are on the same side. Adding or renaming files, or
+    writing them in another format, moves no row to the other side.
 
     Args:
         fraction: About this share of the rows is held out.

@@ -307,7 +307,7 @@ _CHAT_KINDS = ("messages", "preference", "unpaired", "prompt_completion", "promp
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A guess of what rows are.
+    """A guess of the kind of some rows.
 
     Attributes:
         name: The kind.

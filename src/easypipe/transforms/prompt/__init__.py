@@ -1,1 +1,1 @@
-"""Prompts: writes rows as texts by formats and templates, with what is trained of them."""
+"""Prompts: writes rows as texts by formats and templates, with their trained spans."""

@@ -160,9 +160,9 @@ class PromptConfig:
             if there is a label) or `all`.
         roles_to_train: For messages, the roles whose turns are trained on: `assistant` (what
             train_on `assistant` means), `user`, `system`, `tool`, `developer`. For roles other than
-            the assistant, this is the content, and the end of the turn if the assistant's turns end
-            in the same way. A message's own `train` overrides it for any role; with an empty list,
-            only messages with `train` are trained on.
+            the assistant, the content is trained on, and also the end of the turn if the
+            assistant's turns end in the same way. A message's own `train` overrides it for any
+            role; with an empty list, only messages with `train` are trained on.
         train_on_eos: Whether the end of a trained turn (`<|im_end|>`, EOS) is trained on too: of
             every `turn` (default), the `last` one, or `none`; for a text completion, its EOS.
         template_date: The day (2026-01-31) for templates that ask for today's date; None refuses

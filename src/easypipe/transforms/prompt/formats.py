@@ -182,7 +182,7 @@ class ChatFormat:
         )
 
     def request(self, row: Row) -> Request | Refused:
-        """Returns what the template is asked to render for a row."""
+        """Returns the request to the template for a row."""
         talk, tools = self._joined(row), value_of(row.get(self._tools), keep=())
         if isinstance(talk, Refused):
             return talk

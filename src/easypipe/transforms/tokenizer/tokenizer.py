@@ -532,7 +532,7 @@ def _load_reference(
         reference = tokenizers.Tokenizer.from_str(definition)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # noqa: BLE001 (a plain Exception; a Rust panic is none)
+    except BaseException as error:  # noqa: BLE001 (a plain Exception; a Rust panic is not one)
         try:
             json.loads(definition)
             cause = f"not a tokenizer: {error}"
