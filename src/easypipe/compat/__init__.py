@@ -1,4 +1,4 @@
-"""The interfaces that documents 000 to 004 describe, as thin layers over the one engine.
+"""The interfaces that documents 000 to 004 describe, as thin layers over the same engine.
 
 The docstring of each module names its document.
 """

@@ -56,8 +56,8 @@ from easypipe.train.record import recorded_seed
 from easypipe.train.trainer import TrainResult, run_training
 
 # The labelled images of a run. The two columns that are needed are copied once into an Arrow file
-# of the cache folder, which is mapped into memory: reading a row in any order then costs only that
-# row, and memory does not grow with the dataset.
+# of the cache folder, which is memory-mapped: random access then reads only one row, and memory
+# does not grow with the dataset.
 
 
 ROWS_AT_A_TIME = 256
@@ -74,7 +74,7 @@ class ImagesConfig:
             arrays of 0 to 255 or of floats.
         val_files: Rows of the same kind; all of them are used for evaluation.
         val_split: The share of data_files, drawn by the seed, that is used for evaluation instead
-            of val_files, and not trained on.
+            of val_files and not trained on.
         type: The format, as in DatasetConfig.
         split: The split, as in DatasetConfig.
         image_column: The column of images.
@@ -158,7 +158,7 @@ class ImageRows:
         name: The name of the data, for error messages.
 
     Raises:
-        SourceError: When a row is read that has no image; names the row.
+        SourceError: A row that is read has no image; the error names the row.
     """
 
     def __init__(self, images: pa.ChunkedArray, labels: Int64, fingerprint: str, name: str) -> None:
@@ -184,7 +184,7 @@ class ImageRows:
 class Images:
     """`data_files` or `val_files` of an ImagesConfig, copied and with labels read.
 
-    Errors are those of opening files.
+    Opening files may raise other errors.
 
     Raises:
         ConfigError: A column does not exist.
@@ -222,10 +222,10 @@ class Images:
         return sorted(set(self._labels.to_pylist()))
 
     def rows(self, classes: Sequence[str] | None) -> ImageRows:
-        """Returns the rows, whose labels are numbered by `classes`.
+        """Returns the rows, with labels numbered by `classes`.
 
         Raises:
-            SourceError: A label is not a class; names the row.
+            SourceError: A label is not a class; the error names the row.
         """
         images = self._table.column(0)
         return ImageRows(images, self._numbers(classes), self.fingerprint, self._name)
@@ -257,7 +257,7 @@ class Images:
         """Returns the class of each row.
 
         Raises:
-            SourceError: A label is not a class; names the row.
+            SourceError: A label is not a class; the error names the row.
         """
         if classes is None or not pa.types.is_large_string(self._labels.type):
             numbers = self._labels.to_numpy().astype(np.int64)
@@ -316,7 +316,7 @@ class ClassifyConfig:
             `mean`, `std`, ...); modality `vision`, task_type `classification`.
         data: The images.
         train: Training options, as for text.
-        model: The network; what it leaves out follows from the data.
+        model: The network; options that it leaves out follow from the data.
     """
 
     task: TaskSpec
@@ -329,7 +329,7 @@ class ClassifyConfig:
         """Reads a YAML file, with `key.path=value` overrides.
 
         Raises:
-            ConfigError: Something is wrong; names its key path.
+            ConfigError: A value is wrong; the error names its key path.
         """
         return from_dict(cls, apply_overrides(load_yaml(path), overrides))
 
@@ -378,14 +378,14 @@ class ClassifyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a config amounts to once its data is read.
+    """A config with its data and loaders.
 
     Attributes:
         run: The config with seed, classes, num_classes and image_shape filled in.
         module: The data module.
         train: The training loader.
         val: The loader of held-out rows; None if nothing is held out.
-        per_class: Rows of data_files by class, held-out ones among them.
+        per_class: Rows of data_files by class, including held-out ones.
         val_rows: The number of held-out rows.
     """
 
@@ -480,7 +480,7 @@ def train(
 ) -> TrainResult:
     """Trains to the last step, from the newest checkpoint in `train.output_dir` if there is one.
 
-    Held-out rows are evaluated as "val". Errors are also those of `inputs_of` and `Trainer.run`.
+    Held-out rows are evaluated as "val". `inputs_of` and `Trainer.run` may raise other errors.
 
     Args:
         run: The config.
@@ -548,9 +548,9 @@ class ClassifyPlan:
 
 
 def plan(run: ClassifyConfig, steps: int | None = None) -> ClassifyPlan:
-    """Reads the labels and the first batch, and returns what a run would do; trains nothing.
+    """Reads the labels and the first batch, and returns what a run would do, without training.
 
-    Errors are those of inputs_of.
+    It raises the errors of inputs_of.
 
     Args:
         run: The config.

@@ -1,11 +1,10 @@
 """Document 001: collators of rows of tokens, to padded batches in NumPy or jax; default_collate.
 
-They make batches from rows of tokens, for users who hold rows; `Pipeline.load()` needs none of
-them.
+They make batches for users who already have rows of tokens; `Pipeline.load()` does not need them.
 
 B rows of a batch · T slots, the longest row's or `max_length`. A row is a mapping with `input_ids`,
-and optionally `labels` (unshifted: the id of the same place, or -100), `loss_mask` (1: this token
-is a target) and `attention_mask`.
+and optionally `labels` (unshifted: the id of the same token, or -100), `loss_mask` (1: the token is
+a target) and `attention_mask`.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Padding:
     def fill(self, values: Sequence[Array], width: int, filler: int) -> Int64:
         """Returns the rows padded with `filler`, Int64[B, width]."""
         out = np.full((len(values), width), filler, np.int64)
-        for i, row in enumerate(values):  # one copy a row
+        for i, row in enumerate(values):  # one copy per row
             first = 0 if self.padding_side == "right" else width - row.size
             out[i, first : first + row.size] = row
         return out
@@ -118,10 +117,10 @@ class PaddingCollator:
         return "padding", self.padding
 
     def __call__(self, rows: Rows) -> Batch:
-        """Makes a batch of rows.
+        """Makes a batch from rows.
 
         It has `input_ids`, `attention_mask`, `labels` Int32[B, T] (Int32[B] if a row has one
-        label). Further columns that are as long as their row's tokens are padded with 0; others are
+        label). Other columns are padded with 0 if they are as long as their row's tokens, else
         stacked.
         """
         rule, columns = self.padding, token_columns(rows, next_token=False)
@@ -165,7 +164,7 @@ class CausalLMCollator:
         return "causal_lm", self.padding
 
     def __call__(self, rows: Rows) -> Batch:
-        """Makes a batch whose labels are the next tokens."""
+        """Makes a batch with the next tokens as labels."""
         rule, columns = self.padding, token_columns(rows)
         width = rule.width(columns[INPUT_IDS])
         targets = [labels != IGNORE for labels in targets_of(columns)]
@@ -208,7 +207,7 @@ class Seq2SeqCollator:
                     problem="no token to predict",
                     fix="Leave such rows out.",
                 )
-        # A decoder starts at its first slot, so targets are padded on the right.
+        # A decoder starts at the first slot, so targets are padded on the right.
         out = replace(rule, max_length=self.max_target_length, padding_side="right")
         width, out_width = rule.width(sources), out.width(targets)
         labels = out.fill(targets, out_width, IGNORE)
@@ -236,13 +235,13 @@ def create_collate_fn(
     *,
     schema: OutputSchema | None = None,
 ) -> PaddingCollator:
-    """Makes a collator that pads rows and leaves labels at their tokens.
+    """Makes a collator that pads rows and does not shift labels.
 
-    It is for models that shift labels themselves; `create_causal_lm_collate` shifts.
+    It is for models that shift labels themselves; `create_causal_lm_collate` shifts them.
 
     Args:
-        label_pad_token_id: Label of what is not trained: padding, tokens with attention_mask 0,
-            with loss_mask 0 or label -100.
+        label_pad_token_id: The label of padding and of tokens with attention_mask 0, loss_mask 0 or
+            label -100.
         padding_side: The side of a row on which padding is put.
         max_length: The width of every batch; None takes that of its longest row.
         return_tensors: NumPy arrays (True, "np"), jax Arrays ("jax") or lists (False).
@@ -261,7 +260,7 @@ def create_causal_lm_collate(
     *,
     schema: OutputSchema | None = None,
 ) -> CausalLMCollator:
-    """Makes a collator of the batches of a Pipeline's loader.
+    """Makes a collator with the same batches as a Pipeline's loader.
 
     `labels[t]` is the token at t + 1 if that is a target, else -100. Batches have `input_ids`,
     `labels`, `segment_ids`, `position_ids`, `attention_mask`, Int32[B, T]. Options are those of
@@ -286,15 +285,15 @@ def create_seq2seq_collate(
     """Makes a collator for an encoder and a decoder.
 
     Rows have `input_ids`, which the encoder reads, and `labels`, the answer.
-    `decoder_input_ids[t]` is the label at t - 1, `decoder_start_token_id` at 0, so decoders need no
-    shift of their own. Batches have, as Int32, `input_ids`, `attention_mask` [B, T],
-    `decoder_input_ids`, `decoder_attention_mask`, `labels` [B, U].
+    `decoder_input_ids[t]` is the label at t - 1, and `decoder_start_token_id` at 0, so decoders do
+    not shift. Batches have, as Int32, `input_ids`, `attention_mask` [B, T], `decoder_input_ids`,
+    `decoder_attention_mask`, `labels` [B, U].
 
     Args:
         max_target_length: U; None takes the longest row.
         tokenizer: Supplies the tokens that are not given: its pad token (else its EOS, else 0), and
-            as the start of the decoder its BOS, else its pad token. Without a tokenizer the pad
-            token starts, and a warning says so.
+            as the start of the decoder its BOS, else its pad token. Without a tokenizer, the pad
+            token is the start, and a warning says so.
     """
     own = None if tokenizer is None else as_tokenizer(tokenizer)
     if pad_token_id is None:
@@ -313,13 +312,13 @@ def create_seq2seq_collate(
 
 
 def default_collate(rows: Sequence[Item]) -> Any:
-    """Stacks rows of any one kind as they are.
+    """Stacks rows of any single kind.
 
     Mappings become a dict of arrays, tuples a tuple of arrays, arrays and numbers one array under
-    `"data"`. Text, and whatever NumPy has no numbers for, becomes a list.
+    `"data"`. Text, and whatever is not a number in NumPy, becomes a list.
 
     Raises:
-        SourceError: Shapes or keys differ; names row and column.
+        SourceError: Shapes or keys differ; the error names row and column.
     """
     require_some(rows)
     first = rows[0]
@@ -344,7 +343,7 @@ def check_tensors(return_tensors: Tensors) -> None:
     """Checks the option return_tensors.
 
     Raises:
-        ConfigError: No collator makes such arrays.
+        ConfigError: It is not one of the kinds that collators make.
     """
     known = (True, False, "np", "jax")
     require(
@@ -375,7 +374,7 @@ def stacked(values: Sequence[Item], name: str) -> Any:
     """Stacks the values of a column; returns a list if they are not numbers.
 
     Raises:
-        SourceError: Shapes differ; names row and column.
+        SourceError: Shapes differ; the error names row and column.
     """
     arrays = [np.asarray(value) for value in values]
     if any(array.dtype.kind not in "biuf" for array in arrays):
@@ -411,7 +410,7 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int6
             anything, and one label for the whole row is skipped.
 
     Raises:
-        SourceError: A column is wrong; names row and column.
+        SourceError: A column is wrong; the error names row and column.
     """
     require_some(rows)
     names = (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK, SEGMENT_IDS)
@@ -438,7 +437,7 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int6
 
 
 def targets_of(columns: Mapping[str, Sequence[Int64]]) -> list[Int64]:
-    """Returns the labels of `token_columns`, -100 where the loss mask is 0."""
+    """Returns the labels of `token_columns`, -100 for tokens with a loss mask of 0."""
     pairs = zip(columns[LABELS], columns[LOSS_MASK], strict=True)
     return [np.where(mask != 0, labels, IGNORE) for labels, mask in pairs]
 

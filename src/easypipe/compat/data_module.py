@@ -41,7 +41,7 @@ class DataModuleProtocol(Protocol):
 class Splits(NamedTuple):
     """The numbers of the rows to train on and to validate on.
 
-    They are Int64[n] each, ascending and disjoint, and together all rows.
+    They are each Int64[n], ascending and disjoint, and together all rows.
     """
 
     train: Int64
@@ -51,10 +51,10 @@ class Splits(NamedTuple):
 class UniversalDataModule:
     """Loaders over any map-style dataset, for training and for validation.
 
-    The dataset may be one of `datasets`, torch's, tuples, a list of integer arrays, or a
+    The dataset may be one of `datasets` or torch, tuples, a list of integer arrays, or a
     PreprocessedDataset. The training loader is shuffled, with a new order every pass, and leaves
     out a last batch that is not full. The validation loader is ordered, complete, and the same
-    every time. Rows without text are left out and counted, as with on_error="skip". Further options
+    every time. Rows without text are left out and counted, as with on_error="skip". Other options
     are those of DataLoaderConfig.
 
     Args:
@@ -62,14 +62,15 @@ class UniversalDataModule:
         val_data: The rows to validate on.
         val_split: The share of train_data to validate on, drawn by the seed and not trained on.
             With val_data it has no effect, and a warning says so.
-        task_spec: Chooses the collator (CollatorRegistry). None looks at the first row: tokens,
+        task_spec: Chooses the collator (CollatorRegistry). With None the first row decides: tokens,
             `text` or `messages` are text, an image column is vision, anything else is stacked.
-        collate_fn: A collator of your own, instead of all that.
+        collate_fn: Your own collator, instead of the one for the task.
         tokenizer: For rows of text: a Tokenizer, its config, a name, or another library's with
-            `name_or_path`. `messages` go through its chat template, and the assistant's turns are
-            trained.
-        max_length: Most tokens of a text.
-        seed: Seed of split, order and collators; None draws one, logs it, and keeps it as `seed`.
+            `name_or_path`. `messages` are rendered by its chat template, and the assistant's turns
+            are trained on.
+        max_length: The most tokens of a text.
+        seed: The seed of split, order and collators; None draws one, logs it, and stores it as
+            `seed`.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class UniversalDataModule:
     def dataset_config(self, data: Dataset, name: str) -> DatasetConfig | None:
         """Returns how a Pipeline reads these rows; None if it cannot.
 
-        It can read text to be trained on if the tokenizer is known.
+        It can read text if the tokenizer is known.
         """
         if not self._is_plain_text:
             return None
@@ -217,7 +218,7 @@ class UniversalDataModule:
     def _is_plain_text(self) -> bool:
         """Whether the Pipeline makes the batches.
 
-        That takes easypipe's own text collator and no task options.
+        It does so with easypipe's own text collator and without task options.
         """
         if self._collate_fn is not None:
             return False
@@ -265,7 +266,7 @@ class _Rows:
 
 
 def _row(row: Item) -> Any:
-    """Returns `{"input_ids": row}` for an array of integers, another row as it is."""
+    """Returns `{"input_ids": row}` for an array of integers, and any other row unchanged."""
     if isinstance(row, Mapping | tuple | str | bytes):
         return row
     array = np.asarray(row)
@@ -273,7 +274,7 @@ def _row(row: Item) -> Any:
 
 
 def _task_of(row: Item) -> TaskSpec:
-    """Returns the task that a row looks like."""
+    """Returns the task that fits a row."""
     if isinstance(row, Mapping):
         if any(name in row for name in (INPUT_IDS, TEXT, MESSAGES)):
             return TaskSpec.lm_tiny()

@@ -1,7 +1,7 @@
 """Document 000: DataPipeline makes loaders of the splits in a YAML file; every failure is a Result.
 
-It is a thin layer: the file says what `DatasetConfig(prompt=...)`, `TokenizerConfig` and
-`DataLoaderConfig` say, and the Pipeline that they describe reads it.
+It is a thin layer: the file has the content of `DatasetConfig(prompt=...)`, `TokenizerConfig` and
+`DataLoaderConfig`, and the Pipeline that they describe reads the data.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class DatasetSection:
 
     Args:
         name: A dataset of the Hub, a path, glob or URL of files, or a folder of `datasets`.
-        columns: The columns that may be read. A template that needs others is refused, and so is a
-            dataset that lacks one.
+        columns: The columns that may be read. It is an error if a template needs others, or if the
+            dataset lacks one.
         subset: The configuration of a dataset of the Hub.
         revision: Branch, tag or commit of a dataset of the Hub.
         data_files: {split: path, glob or URL}, read instead of `name`, which then only names the
             dataset.
-        num_rows: Read only this many rows of a split, from the first on.
-        streaming: Read forward and tokenize while training; no row is counted, no token kept
-            (docs/streaming.md).
+        num_rows: Read only the first rows of a split, this many.
+        streaming: Read forward and tokenize while training; rows are not counted and tokens are not
+            stored (docs/streaming.md).
         storage_options: Options of fsspec for remote files, as in DatasetConfig.
     """
 
@@ -108,7 +108,7 @@ class TokenizerSection:
 
     Args:
         name_or_path: A folder, a tokenizer.json or a Hub name.
-        max_length: Most tokens of a sample.
+        max_length: The most tokens of a sample.
         truncation: False keeps longer samples whole.
         padding: How rows are padded; None pads to max_length if there is one, else to the longest
             row of the batch.
@@ -151,10 +151,10 @@ class DataPipelineConfig:
 
     Args:
         type: `data_module`.
-        version: `"1.0"`; others are refused.
+        version: `"1.0"`; others are an error.
         dataset: The rows.
         tokenizer: The tokenizer.
-        prompt_template: How a row becomes text, and which part is trained.
+        prompt_template: How a row becomes text, and which part is trained on.
         dataloader: How rows become batches.
     """
 
@@ -181,7 +181,7 @@ class DataPipelineConfig:
         )
 
     def problems(self) -> list[ConfigError]:
-        """Returns what is wrong between the sections; each section has already checked itself."""
+        """Returns conflicts between the sections; each section was checked when it was made."""
         problems = []
         if self.dataset.streaming and self.dataloader.world_size > 1:
             problem = "ranks share rows by their numbers, and a stream has none"
@@ -214,7 +214,7 @@ class DataPipeline:
     `from_config` returns an error as Err, the constructor raises it, and `validate` lists it.
 
     Raises:
-        ConfigError: Something is wrong between the sections; the first such thing.
+        ConfigError: The first conflict between the sections.
     """
 
     def __init__(self, config: DataPipelineConfig) -> None:
@@ -232,7 +232,7 @@ class DataPipeline:
 
     @staticmethod
     def validate(config: DataPipelineConfig | Settings | str | Path) -> list[str]:
-        """Lists everything that is wrong with a config; [] if it is right.
+        """Lists everything that is wrong with a config; [] if it is valid.
 
         It opens no dataset and no tokenizer.
         """
@@ -246,11 +246,11 @@ class DataPipeline:
     def get_dataloader(
         self, split: str, shuffle: bool | None = None
     ) -> Result[EpochLoader, EasypipeError]:
-        """Returns the Loader of a split. Tokenizes what is not in the token cache yet.
+        """Returns the Loader of a split. It tokenizes what is not in the token cache yet.
 
         Batches have `input_ids`, `labels`, `attention_mask`, `segment_ids`, `position_ids`,
-        Int32[B, T]. Every iteration is the next pass, in an order of its own if rows are shuffled;
-        a loader begins at the pass after the last one that a loader of this split has finished.
+        Int32[B, T]. Every iteration is the next pass, in a new order if rows are shuffled; a loader
+        begins at the pass after the last one that a loader of this split has finished.
 
         Args:
             split: The name of the split.
@@ -287,7 +287,7 @@ class DataPipeline:
 
 
 def _read(given: DataPipelineConfig | Settings | str | Path) -> DataPipelineConfig:
-    """Returns the config that was given, or that a path or a dict holds."""
+    """Returns the config itself, or the one in a file or a dict."""
     if isinstance(given, str | Path):
         given = load_yaml(given)
     return given if isinstance(given, DataPipelineConfig) else from_dict(DataPipelineConfig, given)

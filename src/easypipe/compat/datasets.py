@@ -1,4 +1,4 @@
-"""Document 001: PreprocessedDataset and StreamingPreprocessedDataset encode rows; also subsets."""
+"""Document 001: PreprocessedDataset and StreamingPreprocessedDataset encode rows; subsets."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class PreprocessedDataset:
     """The rows of a map-style dataset as tokens, kept once they are made.
 
     `dataset[i]` is the result of `prompt_engine.encode` for row i. A loader over it
-    (DataLoaderBuilder) reads the Pipeline's token cache instead, byte for byte the same, and leaves
-    out rows with nothing to train on, as the Pipeline does. With an engine of your own (any object
-    whose `encode(row)` returns `input_ids`) it reads the rows. Thread safe.
+    (DataLoaderBuilder) reads the Pipeline's token cache instead, which has the same bytes, and
+    leaves out rows with nothing to train on, like the Pipeline. With your own engine (any object
+    whose `encode(row)` returns `input_ids`) it reads the rows. It is thread-safe.
 
     Args:
         hf_dataset: A `datasets.Dataset`, a list of dicts, or any object that returns dicts by
-            number.
-        cache_enabled: Keep encoded rows in memory; False encodes a row each time it is asked for.
+            index.
+        cache_enabled: Keep encoded rows in memory; False encodes a row on each request.
 
     Raises:
-        SourceError: When a row is read that cannot be encoded; names the row.
+        SourceError: A row that is read cannot be encoded; the error names the row.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PreprocessedDataset:
         return len(self._data)
 
     def __getitem__(self, index: int) -> Encoded:
-        """Returns `input_ids` Int32[n] and `loss_mask` UInt8[n]: 1 where a token is a target."""
+        """Returns `input_ids` Int32[n] and `loss_mask` UInt8[n], which is 1 for targets."""
         number = index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"row {index} of {len(self)}")
@@ -80,9 +80,9 @@ class PreprocessedDataset:
         return (self[i] for i in range(len(self)))
 
     def select(self, indices: Iterable[int]) -> PreprocessedDataset:
-        """Returns some of the rows, in that order, as a dataset of their own.
+        """Returns some of the rows, in that order, as a new dataset.
 
-        Rows that were encoded stay so.
+        Rows that were already encoded are kept.
         """
         chosen = [int(i) for i in indices]
         made = PreprocessedDataset(subset(self._data, chosen), self._engine, self._keeps)
@@ -121,11 +121,11 @@ class StreamingPreprocessedDataset:
     lengths.
 
     Args:
-        buffer_size: Rows that are shuffled together, block by block, keyed by the seed, and held in
-            memory; 0 keeps the order.
+        buffer_size: The number of rows in a block, which is held in memory and shuffled by the
+            seed; 0 keeps the order.
         skip_errors: Leave out rows that cannot be encoded, counted by reason in `skipped`; else the
             first one raises SourceError.
-        rank: The number of this process: of every world_size neighbouring rows it reads one.
+        rank: The number of this process: it reads one of every world_size consecutive rows.
         world_size: The number of processes that share the rows.
     """
 
@@ -180,7 +180,7 @@ class StreamingPreprocessedDataset:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iterations pass `epoch`, in an order of its own.
+        """Makes the next iterations those of pass `epoch`; every pass has a different order.
 
         Loaders call it; with a torch DataLoader, call it yourself.
         """
@@ -237,7 +237,7 @@ class Subset:
 
 
 def subset(data: Dataset, indices: Sequence[int]) -> Any:
-    """Returns some rows by the dataset's own `select`, as a list of a list, or as a Subset."""
+    """Returns some rows: by the dataset's `select`, as a list from a list, or as a Subset."""
     if isinstance(data, list | tuple):
         return [data[i] for i in indices]
     select = attribute_of(data, "select")
@@ -272,7 +272,7 @@ def _encode(engine: PromptEngine, row: Item, number: int) -> Encoded:
 
 
 def _with_ids(engine: Any, made: Item) -> Encoded:
-    """Returns what a user's own engine made of a row, as NumPy arrays.
+    """Returns the result of a user's engine for a row, as NumPy arrays.
 
     Raises:
         SourceError: There are no tokens in it.

@@ -1,4 +1,4 @@
-"""All documents: users' own tokenizers and those that objects are or name; the token that pads."""
+"""All documents: users' own tokenizers, those that objects are or name, and the padding token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from easypipe.core.values import Integers, Row, attribute_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-# The documents leave open what a tokenizer is: anything that acts like one.
+# The documents do not define what a tokenizer is: it is anything that acts like one.
 # `core.values.attribute_of` reads its attributes.
 TokenizerLike = Any  # a Tokenizer, its config, a name, another library's, a user's `encode(text)`
 Rows = Sequence[Row]
@@ -33,7 +33,7 @@ def tokenizer_config(tokenizer: TokenizerLike, **changes: Any) -> TokenizerConfi
         changes: Fields of TokenizerConfig to set, if not None.
 
     Raises:
-        ConfigError: It names no tokenizer, or one with another number of tokens.
+        ConfigError: It names no tokenizer, or one with a different number of tokens.
     """
     if isinstance(tokenizer, Tokenizer):
         tokenizer = tokenizer.config
@@ -61,7 +61,7 @@ def tokenizer_config(tokenizer: TokenizerLike, **changes: Any) -> TokenizerConfi
 
 
 def is_own(tokenizer: TokenizerLike) -> bool:
-    """Returns whether it is only known as a user's object that has `encode(text)`."""
+    """Returns whether it is a user's object of which only `encode(text)` is known."""
     if isinstance(tokenizer, str | Tokenizer | TokenizerConfig):
         return False
     named = attribute_of(tokenizer, "name_or_path")
@@ -69,7 +69,7 @@ def is_own(tokenizer: TokenizerLike) -> bool:
 
 
 def vocabulary_of(tokenizer: TokenizerLike) -> Mapping[str, int] | None:
-    """Returns tokens and their ids, if a user's object tells them."""
+    """Returns tokens and their ids, if a user's object provides them."""
     known = attribute_of(tokenizer, "get_vocab")
     found = known() if callable(known) else None
     return found if isinstance(found, Mapping) and found else None
@@ -80,7 +80,7 @@ class OwnTokenizer:
 
     `encode` returns ids or a dict with `input_ids`.
 
-    Its fingerprint is that of its class, since its content is not known.
+    Its fingerprint is that of its class, because its content is unknown.
     """
 
     def __init__(self, tokenizer: TokenizerLike, max_length: int | None) -> None:
@@ -95,7 +95,7 @@ class OwnTokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int | None:
-        """The number of ids, if the object tells it."""
+        """The number of ids, if the object provides it."""
         vocabulary = vocabulary_of(self._own)
         if vocabulary is not None:
             return max(vocabulary.values()) + 1
@@ -105,7 +105,7 @@ class OwnTokenizer:
 
     @property
     def special_token_ids(self) -> list[int]:
-        """The special tokens that the object tells of."""
+        """The special tokens that the object provides."""
         known = self.bos_token_id, self.eos_token_id, self.pad_token_id, self.mask_token_id
         return [token for token in known if token is not None]
 
@@ -132,10 +132,10 @@ class OwnTokenizer:
 def as_tokenizer(
     tokenizer: TokenizerLike, *, max_length: int | None = None
 ) -> Tokenizer | OwnTokenizer:
-    """Returns a tokenizer that encodes, from whatever is or names one.
+    """Returns a tokenizer that encodes, from an object that is or names one.
 
-    A Tokenizer stays as it is, unless it has to cut at another length; anything else that names one
-    is loaded; a user's object becomes an OwnTokenizer.
+    A Tokenizer is unchanged, unless it must cut at a different length; an object that names one is
+    loaded; a user's object becomes an OwnTokenizer.
     """
     if isinstance(tokenizer, OwnTokenizer):
         return tokenizer

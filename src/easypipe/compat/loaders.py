@@ -1,7 +1,7 @@
 """Documents 001 and 004: DataLoaderConfig, DataLoaderFactory, DataLoaderBuilder → one Loader.
 
-Datasets of text that know their tokenizer (PreprocessedDataset) become the Pipeline that reads
-them; every other dataset goes into the same Loader through a collator.
+Datasets of text with a known tokenizer (PreprocessedDataset) are read by a Pipeline; every other
+dataset is read by the same Loader with a collator.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ PREFETCH_FACTOR = 2  # batches ahead of each worker
 
 @runtime_checkable
 class TextDataset(Protocol):
-    """A dataset that tells how a Pipeline reads it."""
+    """A dataset that describes how a Pipeline reads it."""
 
     def as_dataset_config(self) -> DatasetConfig | None:
-        """Returns how a Pipeline reads the rows; None if only the rows tell."""
+        """Returns how a Pipeline reads the rows; None if it cannot."""
         ...
 
 
@@ -53,8 +53,8 @@ class DataLoaderConfig:
     Args:
         batch_size: Rows of a batch on each rank.
         shuffle: A new order every pass, keyed by the seed.
-        num_workers: Threads that make batches ahead; 0 makes each when it is asked for. None takes
-            half of the cores, from 1 to 4.
+        num_workers: Threads that make batches ahead; 0 makes each on request. None takes half of
+            the cores, from 1 to 4.
         prefetch_factor: Batches that each thread may be ahead; None takes 2.
         pin_memory: No effect; True gives a warning, because jax takes batches from any host memory.
         persistent_workers: No effect; True gives a warning, because threads cost nothing to start.
@@ -62,15 +62,15 @@ class DataLoaderConfig:
             uses pinned memory for this.
         drop_last: Leave out a last batch that is not full; None does so for shuffled rows, because
             every shape compiles a program.
-        seed: Seed of the order and of collators that use random numbers. None draws one where it
-            has an effect, logs it, and keeps it as `loader.seed`.
-        collate_fn: Makes a batch of a list of rows. None takes the dataset's own function, else
-            rows are stacked.
+        seed: The seed of the order and of collators that use random numbers. None draws one if it
+            has an effect, logs it, and stores it as `loader.seed`.
+        collate_fn: A function that makes a batch from a list of rows. None takes the dataset's own
+            function, else rows are stacked.
         num_epochs: Passes over the data in one iteration; the next iteration continues after them.
             None never ends.
         group_by_length: Put rows of text of similar length into one batch, as in LoadStageConfig; a
             rank groups its own rows.
-        rank: The number of this rank, which reads one of every world_size neighbouring rows.
+        rank: The number of this rank, which reads one of every world_size consecutive rows.
         world_size: The number of ranks that share the rows.
     """
 
@@ -182,7 +182,7 @@ class DataLoaderConfig:
 
 
 class DataLoaderFactory:
-    """Makes a Loader of any dataset: `create_dataloader(dataset, DataLoaderConfig(...))`.
+    """Makes a Loader for any dataset: `create_dataloader(dataset, DataLoaderConfig(...))`.
 
     Its `state()` and `restore()` resume exactly, and every iteration is the next pass
     (EpochLoader).
@@ -194,13 +194,13 @@ class DataLoaderFactory:
         """Returns a Loader over a dataset.
 
         Args:
-            dataset: One of easypipe's, anything with `len()` and rows by number, or (read in its
-                order) anything to iterate over.
+            dataset: One of easypipe's, anything with `len()` and rows by index, or (read in its
+                order) any iterable.
             config: The options.
-            name: Decides the order, with the seed, as a Pipeline's dataset does by its name.
+            name: The name that, with the seed, decides the order, as in a Pipeline.
 
         Raises:
-            ConfigError: The dataset cannot be read so, or no batch is ever full.
+            ConfigError: The dataset cannot be read with these options, or no batch is ever full.
         """
         options = config or DataLoaderConfig()
         options.warn_of_what_has_no_effect()
@@ -242,7 +242,7 @@ class DataLoaderFactory:
 def text_loader(
     dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None
 ) -> EpochLoader:
-    """Returns the loader of a Pipeline in which every document is a row of its own.
+    """Returns the loader of a Pipeline in which every document is a separate row.
 
     Args:
         dataset: How the Pipeline reads the rows.
@@ -318,7 +318,7 @@ class DataLoaderBuilder:
     def with_distributed(self, rank: int, world_size: int) -> Self:
         """Sets the rank of this process.
 
-        Of every world_size neighbouring rows it reads the one numbered `rank`.
+        It reads row `rank` of every world_size consecutive rows.
         """
         return self.with_options(rank=rank, world_size=world_size)
 
@@ -344,7 +344,7 @@ class DataLoaderBuilder:
     def build(self) -> EpochLoader:
         """Returns the Loader that the options describe.
 
-        Errors are also those of DataLoaderConfig and the factory.
+        DataLoaderConfig and the factory may raise other errors.
 
         Raises:
             ConfigError: There is no dataset.
@@ -361,7 +361,7 @@ class DataLoaderBuilder:
 
 
 def require_rows(dataset: Dataset, *, at: str) -> None:
-    """Checks that a dataset returns rows by number.
+    """Checks that a dataset returns rows by index.
 
     Raises:
         ConfigError: It does not.
@@ -396,7 +396,7 @@ def _forward_loader(dataset: Dataset, options: DataLoaderConfig, name: str) -> E
     """Returns the loader of a dataset that can only be iterated over.
 
     Raises:
-        ConfigError: It would have to be shuffled or read several times.
+        ConfigError: The options require shuffling it or reading it several times.
     """
     require(
         not options.shuffle,

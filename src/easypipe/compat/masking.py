@@ -1,8 +1,8 @@
 """Document 004, masked language modelling: which tokens or whole words are hidden, and how.
 
 Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers (NAACL 2019), 3.1: of the
-tokens that are chosen, 80 % become the mask token, 10 % another token at random, 10 % stay. The
-draws are arithmetic on a row's key, so they do not depend on NumPy's generators.
+chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % are unchanged. The draws
+are computed from a row's key, so they do not depend on NumPy's generators.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from easypipe.core.values import Batch, Bools, Identity, Int64, Row
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 WORD_IDS = "word_ids"
-# A chosen token becomes the mask token if its draw is below the first, any token if below the
-# second, and stays otherwise.
+# A chosen token becomes the mask token if its draw is below the first number, a random token if it
+# is below the second, and is unchanged otherwise.
 MASKED, REPLACED = 0.8, 0.9
 
 
@@ -32,7 +32,7 @@ MASKED, REPLACED = 0.8, 0.9
 class MaskedLMCollator:
     """The collator of create_masked_lm_collate.
 
-    Law: what a row becomes depends on the row and its key alone.
+    Law: the result for a row depends only on the row and its key.
     """
 
     padding: Padding
@@ -67,10 +67,10 @@ class MaskedLMCollator:
         """Makes a batch; `keys` are the random keys of the rows."""
         rule, columns = self.padding, token_columns(rows)
         width = rule.width(columns[INPUT_IDS])
-        if keys is None:  # called by hand: equal rows are masked alike
+        if keys is None:  # called directly: equal rows are masked alike
             keys = [fold(self.seed, digest(ids.tolist())) for ids in columns[INPUT_IDS]]
         hidden, labels = [], []
-        # Every row has draws of its own.
+        # Every row has its own draws.
         for i, (row, key) in enumerate(zip(rows, keys, strict=True)):
             ids, attended = columns[INPUT_IDS][i], columns[ATTENTION_MASK][i]
             words, own = self._words(row, ids, i), fold(self.seed, "masked_lm", key)
@@ -116,15 +116,15 @@ class MaskedLMCollator:
     def _words(self, row: Row, ids: Int64, number: int) -> Int64:
         """Returns the word of each token, Int64[n].
 
-        It is the token's place if tokens are chosen one by one.
+        It is the token's position if tokens are chosen one by one.
 
         Raises:
-            SourceError: The words are not known.
+            SourceError: The words are unknown.
         """
         if not self.whole_word:
             return np.arange(ids.size)
         if row.get(WORD_IDS) is not None:
-            # None: the token is in no word
+            # None: the token is not in a word
             own = [-1 - i if word is None else word for i, word in enumerate(row[WORD_IDS])]
             return integers({WORD_IDS: own}, WORD_IDS, number, like=ids)
         if self.starts is None:
@@ -157,17 +157,17 @@ def create_masked_lm_collate(
 
     Batches have `input_ids`, `attention_mask` and `labels`, Int32[B, T]; labels are the chosen
     tokens, else -100, not shifted. Each token is chosen with `probability`; with whole_word each
-    word is, and each of its tokens is then replaced by 80/10/10. Special tokens and padding are
-    never chosen. In a loader, a row's draws depend on seed, pass and row, so they differ between
-    passes; called by hand, on `seed` and the row's tokens.
+    word is, and each of its tokens is then replaced by the 80/10/10 rule. Special tokens and
+    padding are never chosen. In a loader, a row's draws depend on seed, pass and row, so they
+    differ between passes; in a direct call, they depend on `seed` and the row's tokens.
 
     Args:
-        tokenizer: Supplies mask token, vocabulary, special tokens, padding and word borders. Or
-            give mask_token_id, vocab_size, special_token_ids and pad_token_id, and for whole_word
-            rows with a column `word_ids`.
+        tokenizer: Supplies mask token, vocabulary, special tokens, padding and word boundaries.
+            Alternatively, give mask_token_id, vocab_size, special_token_ids and pad_token_id, and
+            for whole_word rows with a column `word_ids`.
 
     Raises:
-        ConfigError: If something is missing.
+        ConfigError: Something is missing.
     """
     known = None if tokenizer is None else as_tokenizer(tokenizer)
     require(
@@ -253,7 +253,7 @@ BREAKS = ("Ċ", "ĉ", "\n", "\t")  # byte-level newline and tab
 
 
 def word_starts(tokenizer: Tokenizer) -> Bools:
-    """Returns Bool[vocab]: whether a token begins a word wherever it stands; special tokens do.
+    """Returns Bool[vocab]: whether a token always begins a word, which special tokens do.
 
     Raises:
         TokenizerError: The vocabulary does not mark where words begin.

@@ -47,7 +47,7 @@ class LanguageModelingDataCollator:
     Args:
         tokenizer: Encodes rows with `text` instead of `input_ids`, and supplies the padding token.
         max_length: The width of every batch, at which texts are cut.
-        options: Options of the function named above.
+        options: Options of that function.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Registered:
         task_type: The task type; None for any.
         description: What it is for.
         inner: The function to which the factory passes `**options`, if any.
-        builtin: Whether it is easypipe's own, which a user's of the same name replaces.
+        builtin: Whether it is easypipe's; a user's collator of the same name replaces it.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Registered:
     def options(self) -> tuple[dict[str, bool], bool]:
         """The options of the factory, each with whether it is required.
 
-        The second value tells whether it takes any others.
+        The second value says whether it takes any others.
         """
         named: dict[str, bool] = {}
         anything = False
@@ -170,10 +170,10 @@ class Registered:
 class CollatorRegistry:
     """The registered collators.
 
-    `CollatorRegistry.get_instance()` is the one of this process; `CollatorRegistry()` makes
-    another. A task gets the collator that is registered for its modality and task type; else the
+    `CollatorRegistry.get_instance()` is the registry of this process; `CollatorRegistry()` makes a
+    new one. A task gets the collator that is registered for its modality and task type; else the
     one with the modality's name; else the only one of the modality; else "default", with a warning.
-    If several fit, this is an error that names them.
+    If several fit, an error names them.
     """
 
     def __init__(self) -> None:
@@ -203,12 +203,12 @@ class CollatorRegistry:
         """Returns a decorator that registers a factory.
 
         A built-in collator of that name is replaced, which is logged. Registering the same function
-        again, as a notebook's cell does, replaces it too.
+        again, for example in a notebook cell, also replaces it.
 
         Args:
             name: The name of the collator.
             modality: Any word.
-            task_type: Registers it for tasks of that type alone.
+            task_type: Registers it only for tasks of that type.
             description: What it is for; default: the docstring of the factory.
             replace: Whether it may replace another collator of that name.
 
@@ -236,7 +236,7 @@ class CollatorRegistry:
     def get_collator(
         self, task_spec: TaskSpec | None = None, collator_name: str | None = None, **options: Any
     ) -> Collate:
-        """Returns the collator of a name, else of a task, else the default one.
+        """Returns the collator with a name, else that of a task, else the default one.
 
         Args:
             task_spec: The task.
@@ -267,7 +267,7 @@ class CollatorRegistry:
     def find(
         self, task_spec: TaskSpec | None = None, collator_name: str | None = None
     ) -> Registered:
-        """Returns the entry of the collator that get_collator makes.
+        """Returns the entry of the collator that get_collator would make.
 
         Raises:
             ConfigError: The name does not exist, or several collators fit the task.
@@ -283,7 +283,7 @@ class CollatorRegistry:
             return self._known[collator_name]
         if task_spec is None:
             return self._known[DEFAULT]
-        if not isinstance(task_spec, TaskSpec):  # most often a name
+        if not isinstance(task_spec, TaskSpec):  # usually a name
             raise ConfigError(
                 at="task_spec",
                 problem=f"{task_spec!r} is not a TaskSpec",

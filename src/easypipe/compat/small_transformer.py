@@ -1,6 +1,6 @@
 """Document 003: train_tokenizer, TransformerDataset, create_dataloaders for a small transformer.
 
-A tokenizer of the user's own, a continuous stream of tokens, a training and a validation loader.
+They make a user's tokenizer, a continuous stream of tokens, and a training and a validation loader.
 The stream is that of the Pipeline: `pack` with strategy "stream", segments "row" and nothing
 shuffled, so the documents have the order of the files, with EOS between them.
 """
@@ -76,7 +76,7 @@ class BPETokenizer:
         """Opens the tokenizer of a folder or Hub name.
 
         Raises:
-            TokenizerError: There is none.
+            TokenizerError: There is no tokenizer.
         """
         return cls(load_tokenizer(TokenizerConfig(name_or_path=str(path))))
 
@@ -85,11 +85,11 @@ class BPETokenizer:
         return self.tokenizer.name
 
     def get_vocab_size(self) -> int:
-        """Returns the number of tokens, special ones included: the rows that an embedding needs."""
+        """Returns the number of tokens, including special ones: the rows of an embedding."""
         return self.tokenizer.vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> dict[str, list[int]]:
-        """Returns the tokens of a text, in the form that BERT's models take.
+        """Returns the tokens of a text, in the form for BERT models.
 
         Args:
             text: The text.
@@ -148,7 +148,7 @@ def train_tokenizer(
         special_tokens: As in train_bpe; "<|endoftext|>", which ends documents, is always added.
 
     Raises:
-        SourceError: For a column that holds no text; and what train_bpe raises.
+        SourceError: The column does not hold text. train_bpe may raise other errors.
     """
     pipeline = Pipeline(
         PipelineConfig(datasets=(_dataset(data_files, content_field, is_jsonl),), seed=0)
@@ -165,15 +165,15 @@ class TransformerDataset:
 
     `dataset[i]` begins at token `i * stride`. It is `{"input_ids": Int32[seq_length], "labels":
     Int32[seq_length]}`, where labels[t] is the token after input_ids[t]. Every item is full; the
-    rest at the end of the stream is no item, but a row of the validation loader. Tokens are made
-    once and stay on disk (docs/cache.md); an item is read when it is asked for.
+    rest at the end of the stream is not an item, but a row of the validation loader. Tokens are
+    made once and stored on disk (docs/cache.md); an item is read when it is requested.
 
     Args:
         data_path: JSON lines or plain text, or anything else that DatasetConfig.data_files takes.
-        tokenizer: A BPETokenizer, a folder, a Hub name, or an object of your own with
-            `encode(text)`, which returns ids or a dict with `input_ids`. Its `eos_token_id` is put
-            between documents. Its tokens are cached if it has a `version`, which must change when
-            `encode` does.
+        tokenizer: A BPETokenizer, a folder, a Hub name, or your own object with `encode(text)`,
+            which returns ids or a dict with `input_ids`. Its `eos_token_id` is put between
+            documents. Its tokens are cached if it has a `version`, which must change when `encode`
+            does.
         is_jsonl: Whether the file is JSON lines; None decides by its name.
         content_field: For JSON lines, the column of text.
     """
@@ -204,14 +204,14 @@ class TransformerDataset:
         self.num_tokens = (count - 1) * seq_length + int((last[SEGMENT_IDS] != 0).sum())
 
     def __len__(self) -> int:
-        """Returns the number of full items, each with the token after its last one."""
+        """Returns the number of full items, for which the token after the last one exists."""
         return max(0, (self.num_tokens - 1 - self.seq_length) // self.stride + 1)
 
     def __getitem__(self, i: int) -> dict[str, Int32]:
         """Returns item i.
 
         Raises:
-            IndexError: i is past the end.
+            IndexError: i is after the end.
         """
         index = i + len(self) if i < 0 else i
         if not 0 <= index < len(self):
@@ -241,17 +241,18 @@ def create_dataloaders(
     """Makes a training and a validation loader over streams of tokens.
 
     Batches have `input_ids` and `labels`, Int32[batch_size, seq_length]. Rows follow each other in
-    the stream without overlap, and labels are the tokens after them, -100 if there is none.
-    Training: rows are shuffled, anew every pass, and a last batch that is not full is left out.
-    Validation: in order and complete; the last batch may be short, and its last row is padded.
+    the stream without overlap, and labels are the next tokens, -100 if there is none. Training rows
+    are shuffled differently in every pass, and a last batch that is not full is left out.
+    Validation rows are in order and complete; the last batch may be short, and its last row is
+    padded.
 
     Args:
-        seed: Seed of the training order; None draws one and logs it.
-        num_workers: As in DataLoaderConfig; so pin_memory, persistent_workers, rank, world_size.
+        seed: The seed of the training order; None draws one and logs it.
+        num_workers: As in DataLoaderConfig, like pin_memory, persistent_workers, rank, world_size.
         tokenizer: As in TransformerDataset.
 
     Raises:
-        ConfigError: If a stream has not one batch.
+        ConfigError: A stream does not fill one batch.
     """
     options = DataLoaderConfig(
         batch_size=batch_size,
@@ -319,10 +320,10 @@ def stream(
 
 
 def _encoder(tokenizer: TokenizerLike, content_field: str) -> EncodeStage | TokenizerConfig | str:
-    """Returns what `stream` encodes with.
+    """Returns the encoder for `stream`.
 
     Raises:
-        ConfigError: It is not a tokenizer.
+        ConfigError: `tokenizer` is not a tokenizer.
     """
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.tokenizer.config
@@ -346,20 +347,20 @@ def _texts(source: ShardedSource, content_field: str) -> Iterator[str]:
             ).texts.to_pylist()
 
 
-ANY_IDS = 1 << 32  # the vocabulary size of an object that does not tell its own
+ANY_IDS = 1 << 32  # the vocabulary size of an object that does not provide one
 
 
 class EncodeTexts(ColumnTransform):
     """A transform of a column of text to `input_ids`, by a user's own tokenizer.
 
-    Texts of white space alone are left out and counted. A null is a bad row, and so is a text that
-    `encode` fails on.
+    Texts of only white space are left out and counted. A null is a bad row, and so is a text on
+    which `encode` fails.
 
     Args:
         tokenizer: Its `encode(text)` returns ids, or a dict with `input_ids`. If it has them,
-            `eos_token_id` and `pad_token_id` end documents and pad rows, its vocabulary
-            (`vocab_size`, `get_vocab_size()` or `get_vocab()`) bounds the ids, and `version` lets
-            tokens be cached, since nothing else identifies what `encode` does.
+            `eos_token_id` ends documents, `pad_token_id` pads rows, its vocabulary (`vocab_size`,
+            `get_vocab_size()` or `get_vocab()`) bounds the ids, and `version` allows tokens to be
+            cached, because nothing else identifies what `encode` does.
         column: The column of text.
 
     Attributes:
@@ -438,7 +439,7 @@ class EncodeTexts(ColumnTransform):
 
 
 class EncodeStage(BaseStage):
-    """The stage that turns texts into documents by EncodeTexts.
+    """The stage that turns texts into documents with EncodeTexts.
 
     It does so once for all pipelines that share this stage, such as those of every pass.
     """

@@ -33,8 +33,8 @@ from easypipe.train.trainer import TrainResult, run_training
 
 Data = PipelineConfig | DatasetConfig | Sequence[DatasetConfig] | str | Path
 _DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple, Mapping)
-# Fields of TrainingConfig that are also arguments of Trainer, with their types: the value tells
-# which is meant.
+# Fields of TrainingConfig that are also arguments of Trainer, with their types: the type of the
+# value decides which is meant.
 _EITHER = {
     "optimizer": OptimizerConfig,
     "loss": LossConfig,
@@ -54,35 +54,35 @@ class Trainer(Engine):
 
     Args:
         model: A ModelConfig or ClassifierConfig; a published model by its folder or Hub name (or a
-            PretrainedConfig), whose files are read onto the mesh when the run begins; a function of
+            PretrainedConfig), which is read onto the mesh when the run begins; a function of
             nnx.Rngs that builds an nnx.Module; such a module, whose arrays are copied; or a Flax
             Linen module, through nnx.bridge.
         config: Options of the run. Options of TrainingConfig may also be given by name, instead of
             it or to change it.
         train: Any BatchLoader. Batches have input_ids and labels, Int32[B, S], and for packed rows
-            segment_ids and position_ids. A batch is the batch of one optimizer step.
-        data: Instead of `train`: a PipelineConfig, a YAML file with one (of a run's config: its
-            `data`), or datasets. Tokenized and planned when the Trainer is made, unless that was
-            done before. The default tokenizer is that of a published model.
+            segment_ids and position_ids. Each batch is one optimizer step.
+        data: Instead of `train`: a PipelineConfig, a YAML file with one (in the config of a run,
+            its `data`), or datasets. It is tokenized and planned when the Trainer is made, unless
+            that was already done. The default tokenizer is that of a published model.
         evals: Held-out data by name, each a loader or as `data`; `{"from": "data", "fraction":
-            0.01, "seed": 7}` holds rows of `data` out.
+            0.01, "seed": 7}` holds out rows of `data`.
         seq_length: Tokens of a packed row of `data`; required for datasets.
-        batch_size: Rows of a batch; None takes LoadStageConfig's.
+        batch_size: Rows of a batch; None takes the default of LoadStageConfig.
         progress: Receives the progress of preparing; None prints a line on the terminal.
         loss: A function of (module, batch) instead of next-token cross entropy: it returns the mean
             over the batch's targets, `(mean, {name: mean})`, or a LossOutput of sums
             (docs/training.md). Or options of the built-in loss, as in TrainingConfig.
-        optimizer: Any optax transformation over a flat dict of parameters by dotted name, schedule
-            and clipping included; or options.
-        callbacks: Callback objects (easypipe.train.events), besides those that the config names; or
+        optimizer: Any optax transformation over a flat dict of parameters by dotted name, including
+            schedule and clipping; or options.
+        callbacks: Callback objects (easypipe.train.events), in addition to those in the config; or
             callbacks by name, as in the config.
-        mesh: A jax.sharding.Mesh with the axes of `easypipe.train.parallel.mesh.make_mesh`; give a
-            loader the same mesh, so that its batches are used where they are. Or what
-            TrainingConfig takes.
+        mesh: A jax.sharding.Mesh with the axes of `easypipe.train.parallel.mesh.make_mesh`, or what
+            TrainingConfig takes. Give a loader the same mesh, so that its batches need not be
+            moved.
         listener: Any function of the run's events.
-        run_config: The resolved configuration of the whole run, kept in every checkpoint.
-        tokenizer: Name or path of the tokenizer that made the tokens; recorded, so that it can be
-            saved with the model.
+        run_config: The resolved config of the whole run, saved in every checkpoint.
+        tokenizer: The name or path of the tokenizer that made the tokens; it is recorded, so that
+            it can be saved with the model.
     """
 
     def __init__(
@@ -106,10 +106,11 @@ class Trainer(Engine):
         turns: Turns | None = None,
         **fields: Any,
     ) -> None:
-        """Makes a Trainer, and prepares its data, with the errors of doing so.
+        """Makes a Trainer and prepares its data, which may raise other errors.
 
         Raises:
-            ConfigError: Something cannot run; PlacementError if rows do not fit the mesh.
+            ConfigError: Something cannot run.
+            PlacementError: Rows do not fit the mesh.
         """
         given = {"loss": loss, "optimizer": optimizer, "callbacks": callbacks, "mesh": mesh}
         given |= {"listener": listener, "run_config": run_config}
@@ -149,9 +150,9 @@ class Trainer(Engine):
         """Trains from the newest checkpoint in output_dir, or from the start, to the last step.
 
         Raises:
-            Interrupted: SIGINT or SIGTERM came; the step reached is saved.
+            Interrupted: SIGINT or SIGTERM was received; the current step is saved.
             TrainError: A batch has no targets, losses are not finite (see
-                TrainingConfig.on_nonfinite) or leave their range for ever, a loader ends early, a
+                TrainingConfig.on_nonfinite) or permanently out of range, a loader ends early, a
                 device is out of memory (the message names what is held and what to change), or
                 another process trains in output_dir.
             StateError: The checkpoint belongs to another run.
@@ -169,7 +170,7 @@ def _check_names(fields: Settings, given: Settings) -> None:
     """Checks the names of options.
 
     Raises:
-        ConfigError: Neither a Trainer nor its config has an option of that name.
+        ConfigError: An option exists neither in Trainer nor in its config.
     """
     for name in fields:
         if name not in _FIELDS and name not in TrainingConfig.ALIASES:
@@ -179,7 +180,7 @@ def _check_names(fields: Settings, given: Settings) -> None:
 
 
 def _check_none(**sizes: int | None) -> None:
-    """Checks that no size of rows or batches is given beside a loader, which has its own.
+    """Checks that no size of rows or batches is given with a loader, which has its own.
 
     Raises:
         ConfigError: One is given.
@@ -190,7 +191,7 @@ def _check_none(**sizes: int | None) -> None:
 
 
 def _known(inputs: Inputs, model: Dataset) -> Arguments:
-    """Returns the arguments of an Engine that the data gives.
+    """Returns the arguments of an Engine that follow from the data.
 
     Args:
         inputs: The prepared data.
@@ -226,7 +227,7 @@ def _inputs_of(
 def _pipeline(
     at: str, data: Dataset, seq_length: int | None, batch_size: int | None
 ) -> PipelineConfig:
-    """Returns the PipelineConfig of what stands for one, with these sizes.
+    """Returns the PipelineConfig for `data`, with these sizes.
 
     Raises:
         ConfigError: It is not data, or datasets are given without a row length.

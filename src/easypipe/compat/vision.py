@@ -1,4 +1,4 @@
-"""Document 004, images: decoded, resized, normalised and batched, alone or with tokens beside them.
+"""Document 004, images: decoded, resized, normalized and batched, alone or together with tokens.
 
 Pillow (the extra `[vision]`) decodes; rows that are already arrays do not need it.
 
@@ -47,7 +47,7 @@ PRESETS = {
 }
 IMAGE_COLUMNS = (PIXEL_VALUES, "image", "img")
 LABEL_COLUMNS = (LABELS, "label")
-LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, which Pillow's grey is made by
+LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in Pillow's grey
 
 Preset = Literal["imagenet", "cifar10"]
 
@@ -69,7 +69,7 @@ class VisionDataCollator:
     def __post_init__(self) -> None:
         size = (self.image_size,) * 2 if isinstance(self.image_size, int) else self.image_size
         given = {"mean": self.mean, "std": self.std, "image_size": size}
-        for name, values in given.items():  # lists too, and one number for both sides
+        for name, values in given.items():  # also lists, and one number for both sides
             object.__setattr__(self, name, None if values is None else tuple(values))
         problem, fix = f"no preset {self.preset!r}", "Give mean and std for others."
         require_known(self.preset, PRESETS, "preset", problem, fix)
@@ -106,9 +106,9 @@ class VisionDataCollator:
 
     @property
     def statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(mean, standard deviation) of each channel.
+        """The (mean, standard deviation) of each channel.
 
-        For grey images the preset's values are weighted like the colours that make grey.
+        For grey images, the preset's values are weighted like colours in the conversion to grey.
         """
         mean, std = (
             PRESETS[self.preset] if self.mean is None or self.std is None else (self.mean, self.std)
@@ -118,9 +118,9 @@ class VisionDataCollator:
         return np.asarray(mean, np.float32), np.asarray(std, np.float32)
 
     def __call__(self, rows: Sequence[Item]) -> Batch:
-        """Makes a batch of rows.
+        """Makes a batch from rows.
 
-        It has `pixel_values` Float32[B, H, W, C], and `labels` Int32[B] if rows have them; further
+        It has `pixel_values` Float32[B, H, W, C], and `labels` Int32[B] if rows have them; other
         columns are stacked.
 
         Raises:
@@ -156,7 +156,7 @@ class VisionDataCollator:
         return handed_out(batch, self.schema, self.return_tensors)
 
     def _image(self, given: Item, number: int) -> NDArray[np.float32]:
-        """Returns an image as Float32[H, W, C] in [0, 1]; arrays of floats as they are.
+        """Returns an image as Float32[H, W, C] in [0, 1]; arrays of floats are unchanged.
 
         Raises:
             SourceError: It is not an image.
@@ -206,13 +206,14 @@ def create_vision_collate(
     The image is called `pixel_values`, `image` or `img`, the label `labels` or `label`; or rows are
     (image, label) tuples. Images are encoded bytes, paths, Pillow images, those of `datasets`
     ({"bytes", "path"}), or arrays [H, W], [H, W, C] or [C, H, W]: integers from 0 to 255, or
-    floats, which are taken as they are.
+    floats, which are not scaled.
 
     Args:
-        normalize: Subtract the mean and divide by the standard deviation of each channel, of
+        normalize: Subtract the mean and divide by the standard deviation of each channel, from
             `preset` or your own `mean` and `std`.
-        image_size: Resize to it (bilinear, antialiased); None: all images of a batch have one size.
-        channels: 1 makes colours grey, 3 repeats grey.
+        image_size: The size to resize to (bilinear, antialiased); None: all images of a batch must
+            have the same size.
+        channels: 1 converts colours to grey, 3 repeats grey.
         channels_last: [B, H, W, C], as JAX expects it; False: [B, C, H, W].
     """
     own: Any = {"mean": mean, "std": std, "image_size": image_size}  # converted to tuples
@@ -229,7 +230,7 @@ def create_vision_collate(
 
 @dataclass(frozen=True, kw_only=True)
 class MultimodalCollator:
-    """A collator of rows with an image and tokens: each part has a collator of its own.
+    """A collator of rows with an image and tokens, each with a separate collator.
 
     `labels` are those of the text.
     """
@@ -262,7 +263,7 @@ class MultimodalCollator:
 
 
 def _parts(row: Item, number: int) -> tuple[Any, Any, Batch]:
-    """Returns (image, label or None, further columns) of a row.
+    """Returns (image, label or None, other columns) of a row.
 
     Raises:
         SourceError: The row has no image.
@@ -289,7 +290,7 @@ def _parts(row: Item, number: int) -> tuple[Any, Any, Batch]:
 
 
 def _is_encoded(given: Item) -> bool:
-    """Returns whether an image has to be decoded by Pillow."""
+    """Returns whether Pillow must decode an image."""
     encoded = isinstance(given, bytes | bytearray | str | Path | Mapping)
     return encoded or attribute_of(given, "convert") is not None
 
@@ -297,7 +298,7 @@ def _is_encoded(given: Item) -> bool:
 def _decoded(given: Item, at: str, channels: int) -> Array:
     """Returns an encoded image as UInt8[H, W, channels].
 
-    An image with 16 bits a pixel, which is grey, is Float32[H, W] in [0, 1].
+    An image with 16 bits per pixel, which is grey, is Float32[H, W] in [0, 1].
 
     Raises:
         SourceError: Pillow cannot read it.
@@ -339,7 +340,8 @@ def _channels_last(array: Array, at: str) -> Array:
     """Returns an array as [H, W, 1 or 3].
 
     Raises:
-        SourceError: Its channels are not 1 or 3 (opacity is refused), or their place is ambiguous.
+        SourceError: It does not have 1 or 3 channels (opacity is an error), or the axis of the
+            channels is ambiguous.
     """
     if array.ndim == 2:
         return array[:, :, None]
@@ -357,7 +359,7 @@ def _channels_last(array: Array, at: str) -> Array:
 
 
 def _resized(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
-    """Returns the image at another size (bilinear, antialiased)."""
+    """Returns the image in a new size (bilinear, antialiased)."""
     if pixels.shape[:2] == size:
         return pixels
     Image = _pillow("image_size")

@@ -1,7 +1,7 @@
-"""`discover`: finds the subsets and splits of files, Hub or memory, and looks into each part.
+"""`discover`: finds the subsets and splits of files, Hub or memory, and inspects each part.
 
-It reads little and bounded, however large the dataset is: footers of parquet and Arrow, the first
-megabytes of files of lines, what a Hub dataset's card says.
+It reads little, however large the dataset is: footers of parquet and Arrow, the first megabytes of
+files of lines, and the card of a Hub dataset.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from easypipe.stages.source.config import DatasetConfig, is_hub, is_object
 from easypipe.stages.source.stage import READERS
 
 DataFiles = Any  # whatever DatasetConfig.data_files takes
-PARTS = 24  # so many parts are looked into; further ones are listed
+PARTS = 24  # at most this many parts are inspected; others are only listed
 
 Type = Literal[
     "json",
@@ -64,7 +64,7 @@ Type = Literal[
 def discover(
     data: DataFiles,
     *,
-    type: Type | None = None,  # the name that DatasetConfig has for it
+    type: Type | None = None,  # the same name as in DatasetConfig
     split: str | None = None,
     subset: str | None = None,
     revision: str | None = None,
@@ -74,17 +74,17 @@ def discover(
     count: bool = False,
     cache_dir: str | Path | None = None,
 ) -> Discovery:
-    """Looks at `data`, and says what it holds.
+    """Inspects `data`, and says what it holds.
 
     `data` is anything that DatasetConfig.data_files takes, also a folder with files of several
     kinds. type, subset, revision, token_files and storage_options are those of DatasetConfig.
     `discovery.propose()` returns a config, with the reason for every column.
 
     Args:
-        split: Look at this split alone.
-        subset: Look at this subset alone.
+        split: Inspect only this split.
+        subset: Inspect only this subset.
         sample_rows: How many rows are shown.
-        count: Count the rows of files of lines by reading them; cache_dir keeps their indexes.
+        count: Count the rows of files of lines by reading them; cache_dir stores their indexes.
 
     Raises:
         MissingFileError: There is nothing at `data`.
@@ -127,7 +127,7 @@ def _inspect(found: Iterable[Candidate], look: Look) -> tuple[list[Part], list[s
     """Returns the parts, and notes about files that cannot be read.
 
     Raises:
-        SourceError: No file can be read.
+        SourceError: None of the files can be read.
     """
     parts: list[Part] = []
     notes: list[str] = []
@@ -194,9 +194,9 @@ def _of_split(
 def _in_files(
     data: str | list[str], kind: str | None, look: Look
 ) -> tuple[list[Candidate], list[str]]:
-    """Finds what stands in paths, globs, folders and URLs.
+    """Finds the files of paths, globs, folders and URLs.
 
-    Files are grouped by format and by the split that their names speak of.
+    Files are grouped by format and by the split in their names.
     """
     reads: Settings = {"data_files": data}
     reads = {**reads, "storage_options": look.storage} if look.storage else reads
@@ -230,7 +230,7 @@ def _in_files(
         split = split_word(file.path.removeprefix(above)) or TRAIN
         groups.setdefault((split, format), []).append(file)
     if not groups:
-        open_files(data, storage_options=look.storage)  # which says what to do about the extension
+        open_files(data, storage_options=look.storage)  # its error is about the extension
     alone = len(groups) == 1 and not notes
     return [
         Candidate(

@@ -25,8 +25,8 @@ SHOWN_FILES = 4  # files of a part
 class Column:
     """A column of a part.
 
-    `type` is written as Arrow does, in the plain types that the pipeline reads (`large_string` is
-    text).
+    `type` is the name of the Arrow type, one of the plain types that the pipeline reads
+    (`large_string` is text).
     """
 
     name: str
@@ -39,24 +39,24 @@ class Part:
     kind.
 
     Attributes:
-        subset: The configuration of a Hub dataset; None where nothing names one.
-        split: The split; `train` where nothing names one.
+        subset: The configuration of a Hub dataset; None if there is no name for one.
+        split: The split; `train` if there is no name for one.
         format: The format of the files.
-        files: Their paths; none for rows in memory.
-        num_bytes: The bytes at rest; None for rows in memory.
-        num_rows: The rows; None where counting would have to read the files.
+        files: Their paths; empty for rows in memory.
+        num_bytes: The stored bytes; None for rows in memory.
+        num_rows: The number of rows; None if counting would have to read the files.
         rows_from: Where `num_rows` comes from: `files` (each is one row), `footer`, `index` (of a
-            file that easypipe has read before), `read` (all of it was looked at), `manifest`,
+            file that easypipe has read before), `read` (the whole part was inspected), `manifest`,
             `card`, `memory` or `count`.
-        cost: What counting would read, where the rows are not counted.
-        columns: The columns; None where the part was listed only.
-        kind: What kind of rows they are.
+        cost: What counting would read, if the rows are not counted.
+        columns: The columns; None if the part was only listed.
+        kind: The kind of the rows.
         sample: The first rows.
         notes: What is not known, and why.
-        because: Why the config that is proposed reads the files as it does.
-        reads: The fields of the DatasetConfig that reads this part, but for its columns.
+        because: Why the proposed config reads the files in its way.
+        reads: The fields of the DatasetConfig that reads this part, without its columns.
         schema: The schema of the rows.
-        rows: All rows that were looked at.
+        rows: All rows that were inspected.
     """
 
     subset: str | None
@@ -89,13 +89,13 @@ class Part:
     ) -> Proposal:
         """Returns the config that would read these rows, with the reason for every column.
 
-        It reads nothing; the rows that were looked at are tried.
+        It reads nothing; it tries the rows that were inspected.
 
         Args:
-            kind: The kind of rows, where you decide it; otherwise it is matched.
-            columns: The columns that you decide ({"prompt": "question"}); the rest is matched.
-            roles: Who speaks ({"bot": "assistant"}), for ShareGPT rows with words of their own for
-                it.
+            kind: The kind of rows; None: it is guessed.
+            columns: The columns that you choose ({"prompt": "question"}); the others are guessed.
+            roles: The role of each speaker ({"bot": "assistant"}), for ShareGPT rows with other
+                names of roles.
 
         Raises:
             ConfigError: Two columns fit equally well (both are named), no kind fits, a speaker is
@@ -127,8 +127,7 @@ class Discovery:
         """Returns the only part, or the one of that name.
 
         Raises:
-            ConfigError: No part, or more than one, has that name; the message lists those there
-                are.
+            ConfigError: None of the parts, or more than one, has that name; the message lists them.
         """
         found = [
             part
@@ -151,7 +150,7 @@ class Discovery:
     def propose(self, split: str | None = None, **decided: Any) -> Proposal:
         """Returns `part(split).propose(**decided)`.
 
-        Without a split it is the training part, where there is one.
+        Without a split it is the training part, if there is one.
         """
         if split is None and "train" in self.splits:
             split = "train"
@@ -183,7 +182,7 @@ class Discovery:
 
 
 def _part_lines(part: Part) -> Iterator[str]:
-    """Yields the lines of a part in the report for people."""
+    """Yields the lines of a part in the text report."""
     size = "" if part.num_bytes is None else f", {bytes_text(part.num_bytes)}"
     many = f" in {len(part.files)} files" if len(part.files) > 1 else ""
     yield f"{part.name}: {part.format}{size}{many}"
@@ -230,8 +229,7 @@ def _part_json(part: Part) -> JsonObject:
 def shown_value(value: object) -> JsonValue:
     """Returns a value as it is shown.
 
-    Long texts are cut, bytes are replaced by their number, and what JSON does not know becomes
-    text.
+    Long texts are cut, bytes are replaced by their number, and values that JSON lacks become text.
     """
     if isinstance(value, str):
         return value if len(value) <= SHOWN else value[:SHOWN] + "…"

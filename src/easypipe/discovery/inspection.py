@@ -1,4 +1,4 @@
-"""Looks at the first rows of files and at their footers, and tells how many rows there are."""
+"""Inspects the first rows of files and their footers, and finds how many rows there are."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from easypipe.stages.source.text_units import guess_text_unit
 from easypipe.transforms.columns.columns import ClassNames
 from easypipe.transforms.columns.kinds import guess_kind
 
-# So many bytes are read of each of the first HEADS files of a part, where they are files of lines.
+# This many bytes are read of each of the first HEADS files of a part, if they are files of lines.
 HEAD_BYTES, HEADS = 4 << 20, 4
 OTHER_HEAD_BYTES = 1 << 16  # bytes read of each other file
-LONG_HEAD_BYTES = 1 << 24  # bytes read where no row ends in fewer
+LONG_HEAD_BYTES = 1 << 24  # bytes read if the first row is longer
 LOOKED_AT, LOOKED_AT_REMOTE = 256, 16  # files of a part that are opened
 SAMPLE_ROWS = 64  # rows from which the kind is guessed
 
@@ -45,10 +45,10 @@ class Candidate:
     Attributes:
         reads: The settings of the DatasetConfig that reads them.
         ready: Makes a file ready to be read.
-        card_rows: The number of their rows that the card of a Hub dataset tells.
+        card_rows: The number of their rows in the card of a Hub dataset.
         manifest: The manifest of a saved folder.
-        apart: Whether files of different kinds are parts of their own.
-        because: Why `reads` are so, where that was guessed.
+        apart: Whether files of different kinds are separate parts.
+        because: The reason for `reads`, if they were guessed.
     """
 
     files: tuple[FileRef, ...]
@@ -63,7 +63,7 @@ class Candidate:
     because: tuple[str, ...] = ()
 
     def part(self, notes: Iterable[str], **found: Any) -> Part:
-        """Returns the part that these files are, with what was found in them."""
+        """Returns the part that these files form, with what was found in them."""
         return Part(
             subset=self.subset,
             split=self.split,
@@ -79,7 +79,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Look:
-    """How far to look, and how files are opened for it."""
+    """How much to inspect, and how files are opened for it."""
 
     storage: StorageOptions
     token_files: TokenFilesConfig | None
@@ -100,7 +100,7 @@ class Look:
         )
 
     def rows(self, schema: pa.Schema, rows: Sequence[Row]) -> Arguments:
-        """Returns what the first rows say, as fields of a Part."""
+        """Returns what the first rows show, as fields of a Part."""
         schema = without_row_numbers(schema)
         return {
             "columns": tuple(Column(name=field.name, type=str(field.type)) for field in schema),
@@ -113,11 +113,11 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """A file as far as it was looked at.
+    """A file as far as it was inspected.
 
     Attributes:
-        head: A source of that file alone.
-        total: Its rows, where they are known.
+        head: A source of only that file.
+        total: The number of its rows, if it is known.
     """
 
     file: FileRef
@@ -130,7 +130,7 @@ class _Opened:
 
 
 def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
-    """Returns the parts that the files make up, and notes about files that could not be read.
+    """Returns the parts that the files form, and notes about files that could not be read.
 
     Raises:
         SourceError: None of the files can be read.
@@ -152,8 +152,8 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
     if not opened:
         raise errors[0]
     groups: dict[tuple[str, tuple[str | None, ...]] | None, list[_Opened]] = {}
-    # Rows of one kind in the same columns are one dataset, whatever optional columns some files
-    # lack.
+    # Rows of one kind in the same columns are one dataset, even if some files lack optional
+    # columns.
     for one in opened:
         key = None
         if found.apart:
@@ -193,7 +193,7 @@ def _open(kind: str, look: Look, file: FileRef, num_bytes: int) -> _Opened | Sou
 
 
 def _part(found: Candidate, group: Sequence[_Opened], look: Look) -> Part:
-    """Returns the part that files of one kind make up, with what was found in them."""
+    """Returns the part that files of one kind form, with what was found in them."""
     notes: list[str] = []
     try:
         schema = reconcile([(one.file.path, one.head.schema) for one in group])
@@ -216,9 +216,9 @@ def _part(found: Candidate, group: Sequence[_Opened], look: Look) -> Part:
 
 
 def _counted(found: Candidate, group: Sequence[_Opened], look: Look) -> Arguments:
-    """Returns the rows and where their number comes from, or what counting would cost.
+    """Returns the number of rows and its origin, or what counting would cost.
 
-    It returns them as fields of a Part.
+    They are returned as fields of a Part.
     """
     files, lines = found.files, found.format in ("json", "csv", "txt", "tokens")
     totals = [one.total for one in group if one.total is not None]
@@ -242,7 +242,7 @@ def _counted(found: Candidate, group: Sequence[_Opened], look: Look) -> Argument
 
 
 def inspect_rows(source: ShardedSource, reads: Settings, split: str, look: Look) -> Part:
-    """Returns the part that rows in memory are."""
+    """Returns the part for rows in memory."""
     rows, notes = _first_rows(source, SAMPLE_ROWS)
     counts = [shard.num_rows for shard in source.shards]
     counted = {"cost": "every row would be asked for"}
@@ -253,7 +253,7 @@ def inspect_rows(source: ShardedSource, reads: Settings, split: str, look: Look)
 
 
 def _first_rows(source: ShardedSource, count: int) -> tuple[list[Row], list[str]]:
-    """Returns up to `count` rows, and a note about those among them that are bad."""
+    """Returns up to `count` rows, and a note about the bad ones among them."""
     known = source.shards[0].num_rows
     batch, rejects = scan(source, 0, 0, count if known is None else min(count, known))
     kept = data_columns(batch.schema)

@@ -56,6 +56,6 @@ def _sections(part: Part, made: Proposal | ConfigError) -> Iterator[Section]:
 
 
 def _cell(value: object) -> JsonValue:
-    """Returns a value of a row, as short as the terminal shows it."""
+    """Returns a value of a row, shortened as on the terminal."""
     seen = shown_value(value)
     return seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Proposes a config for unknown rows, with reasons and roles, and tries it on the first rows."""
+"""Proposes a config for unknown rows, with reasons and roles; tries it on the first rows."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ WRITTEN = ("user", "assistant", "system", "tool")  # the roles that chat templat
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What became of the first rows when a proposal was tried on them; it needs no tokenizer.
+    """The result of trying a proposal on the first rows, which needs no tokenizer.
 
     Attributes:
-        rows: The rows that were tried.
+        rows: The number of rows that were tried.
         reasons: How many of them cannot be read, by reason.
         first: The number of the first such row, and why it cannot be read.
     """
@@ -51,7 +51,7 @@ class Trial:
 
     @property
     def failed(self) -> bool:
-        """Whether not one row can be read."""
+        """Whether none of the rows can be read."""
         return self.rows > 0 and sum(self.reasons.values()) == self.rows
 
     def __str__(self) -> str:
@@ -86,9 +86,9 @@ def try_rows(kind: Kind, rows: Sequence[Row], roles: Mapping[str, str] | None = 
 
 
 def names_roles_otherwise(kind: Kind) -> bool:
-    """Returns whether all speakers are known, some of them by other words than chat templates have.
+    """Returns whether all speakers are known, some by other names than in chat templates.
 
-    Another case is another word.
+    A name in another case is another name.
     """
     return any(role not in WRITTEN for role in kind.roles) and all(
         role.lower() in ROLES for role in kind.roles
@@ -96,7 +96,7 @@ def names_roles_otherwise(kind: Kind) -> bool:
 
 
 def _wrong(kind: Kind, row: Row, roles: Mapping[str, str] | None) -> Wrong | None:
-    """Returns why a row cannot be read as `kind`; None where it can."""
+    """Returns why a row cannot be read as `kind`; None if it can."""
     values = {choice.slot: row.get(choice.column) for choice in kind.choices}
     if kind.name in ("tokens", "unknown"):
         return None
@@ -138,7 +138,7 @@ class Proposal:
     Attributes:
         kind: The kind of the rows.
         reasons: A line for each column that is read, which says why.
-        trial: What became of the first rows when they were read so.
+        trial: The result of reading the first rows with it.
         fields: The fields of a DatasetConfig; those left out keep their defaults. storage_options
             among them may hold credentials.
     """
@@ -156,8 +156,8 @@ class Proposal:
         """Returns the dataset under `datasets:`, to be pasted into a config, with reasons as
         comments.
 
-        Rows in memory stand in no file, so their data_files are left for Python, and
-        storage_options may hold credentials: comments say so.
+        data_files of rows in memory, and storage_options, which may hold credentials, are left for
+        Python: comments say so.
         """
         values = {
             name: _written(value)
@@ -185,7 +185,7 @@ class Proposal:
 
 
 def _written(value: Any) -> Any:
-    """Returns what YAML takes back; for a config within, only what is set."""
+    """Returns a value for YAML; for a nested config, only what is set."""
     if not is_config(type(value)):
         return to_dict(value)
     options, fields = fields_of(value), dataclasses.fields(value)
@@ -202,8 +202,8 @@ def propose(
     """Returns a proposed config for a Part.
 
     Raises:
-        ConfigError: Two columns fit equally well, no kind fits, a speaker is not known, or no row
-            can be read.
+        ConfigError: Two columns fit equally well, no kind fits, a speaker is unknown, or none of
+            the rows can be read.
     """
     found = part.kind
     if part.columns is None:
@@ -257,7 +257,7 @@ def _check_roles(at: str, found: Kind, roles: Mapping[str, str]) -> None:
     """Checks that every speaker is known, and that rows without speakers are given no roles.
 
     Raises:
-        ConfigError: One of them does not hold.
+        ConfigError: A speaker is unknown, or roles have no effect.
     """
     if found.name == "sharegpt":
         known = {**ROLES, **roles}
@@ -281,9 +281,9 @@ def _check_roles(at: str, found: Kind, roles: Mapping[str, str]) -> None:
 
 
 def _with_one_prompt(at: str, found: Kind, rows: Sequence[Row]) -> Kind:
-    """Returns preference pairs without a column of text beside conversations.
+    """Returns preference pairs of conversations without a separate column of text for the prompt.
 
-    Conversations hold that prompt themselves.
+    Conversations already contain the prompt.
 
     Raises:
         ConfigError: The conversations begin with the answer.
@@ -329,7 +329,7 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None, rows: Sequence[Row]) ->
         return {"content_field": column["prompt"], "train_on": "all"} | named
     answer = column.get("completion" if "completion" in column else "chosen")
     if kind.roles and answer is not None and any(isinstance(row.get(answer), str) for row in rows):
-        # The column holds JSON text; only the format tells it from plain text.
+        # The column holds JSON text; only the format distinguishes it from plain text.
         prompt = PromptConfig(
             input_columns=(column.get("prompt", answer),),
             label_column=answer if "prompt" in column else None,

@@ -1,4 +1,4 @@
-"""`export --check`: texts and logits of an export by transformers (and PEFT), against its run."""
+"""`export --check`: logits and tokens of an export in transformers (and PEFT) against its run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-# How far logits in float32 may differ where the largest is 1 or less; else it is a share of the
+# How much logits in float32 may differ if the largest is 1 or less; else it is a fraction of the
 # largest.
 CLOSE = 1e-4
-ROWS, LENGTH = 2, 256  # the logits of so many rows of so many tokens are compared
+ROWS, LENGTH = 2, 256  # the rows and tokens per row whose logits are compared
 TEXTS = (
     "Hello, world!  Two  spaces,\n\na tab\t and 12345.67",
     " a space before, ünïcödé, 中文, עברית and \N{SLIGHTLY SMILING FACE}",
@@ -48,27 +48,27 @@ def check_needed(*, adapters: bool) -> None:
     """Checks that transformers, torch and, for adapters, PEFT are installed.
 
     Raises:
-        ConfigError: One of them is not.
+        ConfigError: One of them is missing.
     """
     for name in ("torch", "transformers", *(["peft"] if adapters else [])):
         needed(name)
 
 
 def differences(trained: Trained, folder: Path, *, adapters: bool = False) -> Iterator[str]:
-    """Yields a sentence for each difference between transformers' reading of `folder` and the run.
+    """Yields a sentence for each difference between `folder`, read with transformers, and the run.
 
-    Compared are logits of tokens drawn at random (within CLOSE, both in float32), and what
+    It compares logits of random tokens (within CLOSE, both in float32), and what
     `token_differences` compares.
 
     Args:
-        trained: The model of the run, and what it has seen.
-        folder: What `save_pretrained` or `save_adapters` made of it.
-        adapters: Whether the folder holds adapters, which PEFT puts onto the model they belong to;
-            the tokenizer is that model's then.
+        trained: The model of the run, with its tokenizer and chat template.
+        folder: The folder that `save_pretrained` or `save_adapters` wrote.
+        adapters: Whether the folder holds adapters, which PEFT adds to their base model; the
+            tokenizer is then that of the base model.
 
     Raises:
-        ConfigError: transformers, torch or PEFT is not installed, or the model that the adapters
-            belong to is not known.
+        ConfigError: transformers, torch or PEFT is not installed, or the base model of the adapters
+            is unknown.
     """
     check_needed(adapters=adapters)
     base = folder
@@ -88,7 +88,7 @@ def differences(trained: Trained, folder: Path, *, adapters: bool = False) -> It
 def token_differences(trained: Trained, folder: Path) -> Iterator[str]:
     """Yields differences of the tokens of texts and conversations, and of what ends generation.
 
-    torch is not needed. It yields none where the run knows no tokenizer.
+    torch is not needed. Nothing is compared if the run has no known tokenizer.
     """
     if trained.tokenizer is None:
         return
@@ -108,7 +108,7 @@ def token_differences(trained: Trained, folder: Path) -> Iterator[str]:
 
 
 def _opened(base: Path, adapters: Path | None, *, scores: bool) -> Any:
-    """Opens the model with transformers, and PEFT where there are adapters; in float32."""
+    """Opens the model with transformers, and with PEFT if there are adapters; in float32."""
     torch, transformers = needed("torch"), needed("transformers")
     kind = transformers.AutoModelForSequenceClassification if scores else None
     found = (kind or transformers.AutoModelForCausalLM).from_pretrained(
@@ -124,8 +124,8 @@ def in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
 
     Args:
         model: The model.
-        first_merged: Whether its adapters are rounded to the dtype of what they are merged into, as
-            files of a whole model have them.
+        first_merged: Whether its adapters are first rounded to the dtype of the weights that they
+            are merged into, as in the files of a whole model.
     """
 
     def wide(module: Decoder) -> Decoder:
@@ -143,7 +143,7 @@ def in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
 
 
 def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
-    """Yields a sentence where the logits of tokens drawn at random differ."""
+    """Yields a sentence if the logits of random tokens differ."""
     torch, vocab = needed("torch"), ours.config.vocabulary
     ids = np.random.default_rng(0).integers(0, vocab, (ROWS, LENGTH))
 
@@ -153,7 +153,7 @@ def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
         return model.scores(model.hidden(ids)[:, -1:])[..., None]  # scores of rows: [B, 1, 1]
 
     own = np.asarray(nnx.jit(asked)(ours, jnp.asarray(ids, jnp.int32)))
-    # Rows are passed one by one: scores of several need a padding token.
+    # Rows are passed one by one, because scores of several need a padding token.
     with torch.no_grad():
         rows = [theirs(torch.from_numpy(row[None])).logits.numpy() for row in ids]
     found: NDArray[np.float32] = np.concatenate(rows).reshape(ROWS, -1, rows[0].shape[-1])
@@ -207,7 +207,7 @@ def _conversations(tokenizer: Tokenizer, given: str | None, named: NamedTokenize
 
 
 def template_of(tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:
-    """Returns the template that a run trained, else the tokenizer's own; None without one."""
+    """Returns the chat template of a run, else the tokenizer's own; None without one."""
     today = datetime.date.today().isoformat()
     try:
         return load_chat_template(tokenizer, chat_template=given, train_on="assistant", date=today)
@@ -216,9 +216,9 @@ def template_of(tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:
 
 
 def written_text(template: ChatTemplate, messages: list[Json], asks: bool) -> str | None:
-    """Returns the text of a conversation, and what opens an answer to it where it `asks` for one.
+    """Returns the text of a conversation, with the generation prompt if it `asks` for an answer.
 
-    It is None where the template refuses the conversation.
+    It is None if the template rejects the conversation.
     """
     rows = [{"messages": messages, "tools": None}]
     if asks:

@@ -1,4 +1,4 @@
-"""`export --gguf --check`: a GGUF file, opened with llama.cpp, against its run."""
+"""`export --gguf --check`: compares a GGUF file, opened with llama.cpp, with its run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.generate import generate
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-STEPS = 32  # greedy tokens that are compared
-LENGTHS = (4, 24, 160)  # tokens of the prompts, which are drawn at random
+STEPS = 32  # the number of greedy tokens that are compared
+LENGTHS = (4, 24, 160)  # tokens of the random prompts
 
 
 class Opened(Protocol):
-    """The part of a model of llama-cpp-python that is used."""
+    """The part of llama-cpp-python's model that is used."""
 
     metadata: dict[str, str]
 
@@ -49,20 +49,20 @@ def needed_llama_cpp() -> ModuleType:
 
 
 def gguf_differences(trained: Trained, path: Path) -> Iterator[str]:
-    """Yields a sentence for each difference between llama.cpp's reading of a file and the run.
+    """Yields a sentence for each difference between a file, opened with llama.cpp, and the run.
 
-    Compared are the tokens of texts and conversations, the chat template, what ends a text, and
-    STEPS greedy tokens behind prompts, in float32 as far as the file has it.
+    It compares the tokens of texts and conversations, the chat template, what ends a text, and
+    STEPS greedy tokens after prompts, in float32 as far as the file has it.
 
     Args:
         trained: The model of the run.
-        path: The GGUF file made of it.
+        path: The GGUF file made from it.
 
     Raises:
         ConfigError: llama-cpp-python is not installed.
     """
     llama_cpp = needed_llama_cpp()
-    assert trained.tokenizer is not None  # a file has one
+    assert trained.tokenizer is not None  # every GGUF file has one
     tokenizer = load_tokenizer(trained.tokenizer)
     whole = llama_cpp.GGML_TYPE_F32
     opened = llama_cpp.Llama(

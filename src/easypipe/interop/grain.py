@@ -1,7 +1,7 @@
 """A loader for Grain: an IterDataset of its batches, and a MapDataset of rows or batches.
 
 Grain is only the interface here: the plan, the threads and the state are easypipe's. docs/grain.md
-says why.
+explains why.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ STATE_KEY = "easypipe"
 class LoaderDataset(grain.IterDataset):
     """The batches of a loader as a `grain.IterDataset`.
 
-    It can be iterated over, or get Grain's transformations. Every iterator starts anew from the
-    loader's first batch.
+    It can be iterated over, or get Grain's transformations. Every iterator starts at the loader's
+    first batch.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -50,14 +50,14 @@ class LoaderIterator(grain.DatasetIterator):
 
     Orbax and training loops written for Grain save and restore it.
 
-    Law (exact resume): after `set_state(state)`, with the state that `get_state` gave behind batch
-    n, the next batch is n + 1, for another number of processes and workers too.
+    Law (exact resume): after `set_state(state)`, with the state that `get_state` returned after
+    batch n, the next batch is n + 1, also for another number of processes and workers.
     """
 
     def __init__(self, loader: Loader) -> None:
         super().__init__()
         self._loader = loader.copy()
-        self._batches: Any = None  # until the first batch is asked for
+        self._batches: Any = None  # until the first batch is requested
 
     def __next__(self) -> Batch:
         """Returns the next batch.
@@ -69,14 +69,14 @@ class LoaderIterator(grain.DatasetIterator):
         return next(self._batches)
 
     def get_state(self) -> JsonObject:
-        """Returns `{"easypipe": JSON}`: the loader's state, of one type and shape throughout."""
+        """Returns `{"easypipe": JSON}`: the loader's state, always of the same type and shape."""
         return {STATE_KEY: self._loader.state().to_json()}
 
     def set_state(self, state: JsonObject) -> None:
-        """Makes the next batch the one behind the state.
+        """Makes the next batch the one after the state.
 
         Raises:
-            StateError: The state is not one of this loader.
+            StateError: The state does not belong to this loader.
         """
         if STATE_KEY not in state:
             raise StateError(
@@ -88,7 +88,7 @@ class LoaderIterator(grain.DatasetIterator):
         self._end()
 
     def start_prefetch(self) -> None:
-        """Starts the loader's threads, if they are not at work yet."""
+        """Starts the loader's threads, unless they are running."""
         if self._closed:
             raise ValueError(f"{self} is closed")
         if self._batches is None:
@@ -124,7 +124,7 @@ class LoaderIterator(grain.DatasetIterator):
 
 
 class RowsByNumber:
-    """A random access source of single rows, in the order of the plan.
+    """A random-access source of single rows, in the order of the plan.
 
     A row is `{column: Int32[slots]}` with labels.
     """
@@ -142,7 +142,7 @@ class RowsByNumber:
         return self._getitems([index])[0]
 
     def _getitems(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """Returns many rows, as Grain asks for them; rows of one length are read together."""
+        """Returns the rows that Grain requests; rows of equal length are read together."""
         numbers = np.asarray(indices, dtype=np.int64)
         if self._rows.seq_length is None:
             return [
@@ -161,7 +161,7 @@ class RowsByNumber:
 
 
 class BatchesByNumber:
-    """A random access source of a loader's batches, as NumPy arrays."""
+    """A random-access source of a loader's batches, as NumPy arrays."""
 
     def __init__(self, loader: Loader) -> None:
         loader = by_number(loader)
@@ -184,9 +184,8 @@ class BatchesByNumber:
 def map_dataset(source: RowsByNumber | BatchesByNumber) -> Any:
     """Returns a `grain.MapDataset` over single rows or batches.
 
-    `ds[i]`, `len(ds)`, `.map()`, `.batch()`, `.to_iter_dataset()` and so on work on it. Use Grain's
-    read threads, not its worker processes: mapped files do not travel between processes, and need
-    not.
+    It supports `ds[i]`, `len(ds)`, `.map()`, `.batch()`, `.to_iter_dataset()` and so on. Use
+    Grain's read threads, not its worker processes, because mapped files cannot be pickled.
     """
     return grain.MapDataset.source(source)  # pyright: ignore[reportArgumentType]
 
@@ -210,7 +209,7 @@ def counted(loader: Loader, count: Callable[[], int | None]) -> int:
     """Returns how many rows or batches there are.
 
     Raises:
-        ConfigError: They never end, and a MapDataset has a length.
+        ConfigError: They never end, but a MapDataset needs a length.
     """
     if loader.rows.num_rows is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Texts and conversations as tokenizers of transformers encode them, and the packages needed."""
+"""Encodes texts and conversations with transformers' tokenizers; checks the packages needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from easypipe.core.values import Json, JsonValue
 
 
 class NamedTokenizer(Protocol):
-    """The part of a tokenizer of transformers that is used."""
+    """The part of transformers' tokenizers that is used."""
 
     chat_template: str | None
 
@@ -31,7 +31,7 @@ class NamedTokenizer(Protocol):
 def needed(
     name: str, at: str = "--check", fix: str = "pip install 'easypipe[check]'"
 ) -> ModuleType:
-    """Returns a package of the extra `[check]`, or another one that `fix` installs.
+    """Returns a package of the extra `[check]`, or one that `fix` installs.
 
     Raises:
         ConfigError: The package is not installed.
@@ -44,9 +44,9 @@ def needed(
 def applied(
     named: NamedTokenizer, messages: Sequence[Json], **options: JsonValue
 ) -> Mapping[str, list[int]] | None:
-    """Returns `input_ids` of a conversation as transformers writes it, and what `options` ask for.
+    """Returns `input_ids` of a conversation by transformers, and what `options` request.
 
-    It is None where transformers refuses the conversation.
+    It is None if transformers rejects the conversation.
     """
     errors = importlib.import_module("jinja2").TemplateError, ValueError
     try:
@@ -56,7 +56,7 @@ def applied(
 
 
 def first_difference(own: Sequence[int], found: Sequence[int]) -> int | None:
-    """Returns where two lists of tokens first differ; None where they are equal."""
+    """Returns where two lists of tokens first differ; None if they are equal."""
     if list(own) == list(found):
         return None
     pairs = enumerate(zip(own, found, strict=False))

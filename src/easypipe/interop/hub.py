@@ -1,8 +1,8 @@
-"""Pushes a publication to a dataset repository of the Hub (private or not); explains refusals.
+"""Pushes a publication to a dataset repository of the Hub (private or not); explains its errors.
 
-One commit makes it visible, after all files were uploaded: a reader of the repository sees the old
-state or the new one. Uploads are by content, so that a push that was stopped uploads only what is
-missing. The token is given to the client alone.
+One commit makes it visible after all files were uploaded: a reader of the repository sees the old
+state or the new one. Uploads are identified by content, so that a resumed push uploads only what is
+missing. The token is only passed to the client.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 CARD = "README.md"
 MAIN = "main"
-Where = dict[str, Any]  # the arguments by which the client knows a repository or its branch
+Where = dict[str, Any]  # the client's arguments for a repository or its branch
 ACCOUNT = "Set hub_token or HF_TOKEN, or log in with `hf auth login`"
-# By the status of an answer of the Hub: what it means, and what helps.
+# For each status of the Hub's responses: what it means, and what helps.
 ANSWERS = {
     401: ("the Hub does not accept the token, or no token is set", f"{ACCOUNT}."),
     403: (
@@ -56,12 +56,12 @@ def push(
 ) -> Pushed:
     """Makes a branch of the dataset repository hold `publication`; creates what is missing.
 
-    Files of other names stay, except shards of an earlier publication. `revision` is the branch;
-    None takes main. `token` None takes HF_TOKEN, else that of the last login.
+    Files with other names are kept, except shards of an earlier publication. `revision` is the
+    branch; None means main. If `token` is None, it takes HF_TOKEN, else that of the last login.
 
     Raises:
-        ConfigError: The repository is public and `private` says otherwise.
-        StorageError: The Hub refuses; the message has its answer.
+        ConfigError: The repository is public and `private` is True.
+        StorageError: The Hub returns an error; the message has its response.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -72,7 +72,7 @@ def push(
     own_card = CARD not in standing or publication.mark.encode() in repo.read(CARD)
     if not own_card:
         log.info("hub: the README.md of %s was not written by easypipe, so it is kept", repo_id)
-    # The manifests are compared byte by byte: they hold the checksums of the other files.
+    # The manifests are compared byte by byte, because they hold the checksums of the other files.
     up_to_date = all(standing.get(file.name) == file.num_bytes for file in files) and all(
         repo.read(file.name) == file.content for file in files if file.content is not None
     )
@@ -106,7 +106,7 @@ def push(
 
 
 def _content(file: PublishedFile, publication: Publication) -> bytes | str | io.BufferedReader:
-    """Returns what the client uploads: bytes, a path on this machine, or an open file elsewhere."""
+    """Returns what the client uploads: bytes, a local path, or an open remote file."""
     if file.content is not None:
         return file.content
     if not storage.is_remote(file.path):
@@ -117,20 +117,20 @@ def _content(file: PublishedFile, publication: Publication) -> bytes | str | io.
 
 
 class _Repository:
-    """A branch of a dataset repository. Errors of the client become a StorageError."""
+    """A branch of a dataset repository. Errors of the client are raised as StorageError."""
 
     def __init__(self, repo_id: str, token: str | None, revision: str) -> None:
         from huggingface_hub import HfApi
 
         self.repo_id, self.token, self.revision = repo_id, token, revision
-        # the client reads the environment once, at its import
+        # the client reads the environment only once, at import
         access = hub_token(own=token, at="HF_ENDPOINT")
         self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=access)
         self.where: Where = {"repo_id": repo_id, "repo_type": "dataset"}
         self.branch: Where = {**self.where, "revision": revision}
 
     def make(self, private: bool) -> None:
-        """Makes the repository and the branch where they are missing.
+        """Creates the repository and the branch if they are missing.
 
         Raises:
             ConfigError: The repository is public, and `private` is set.
@@ -181,7 +181,7 @@ class _Repository:
         return info.sha or ""
 
     def commit(self, operations: list[Any], message: str) -> tuple[str, str]:
-        """Returns (hash, address) of one commit, made after everything was uploaded."""
+        """Makes one commit after everything was uploaded; returns its (hash, URL)."""
         done = self._ask(
             "committing",
             lambda: self.api.create_commit(
@@ -194,13 +194,13 @@ class _Repository:
         """Returns the client's answer.
 
         Raises:
-            StorageError: The Hub refuses. It does not carry the client's own error, which holds the
-                request's headers.
+            StorageError: The Hub returns an error. The client's error is not attached, because it
+                contains the request's headers.
         """
         try:
             return call()
         except Exception as error:
-            # The client's connection errors have no base class of Python's own.
+            # The client's connection errors do not have one of Python's base classes.
             if not isinstance(error, OSError | ValueError | RuntimeError) and not type(
                 error
             ).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub", "hf_xet")):
@@ -209,11 +209,11 @@ class _Repository:
         raise StorageError(at=f"hub:{self.repo_id}", problem=f"{doing} failed{problem}", fix=fix)
 
     def _explain(self, error: BaseException) -> tuple[str, str]:
-        """Returns what an error of the client means, and what helps; the token is blotted out."""
+        """Returns what an error of the client means, and what helps; the token is hidden."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         while error.__cause__ is not None and not isinstance(error, HfHubHTTPError):
-            error = error.__cause__  # the client wraps what failed in one of its threads
+            error = error.__cause__  # the client wraps errors of its threads
         if isinstance(error, OfflineModeIsEnabled):
             fix = "Unset it and run the job again: what was saved is kept."
             return ": HF_HUB_OFFLINE forbids access to the Hub", fix

@@ -1,4 +1,4 @@
-"""Loaders and streams of rows as torch IterableDatasets, and the workers they refuse."""
+"""Loaders and streams of rows as torch IterableDatasets; checks whether workers can share them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from easypipe.loader.rows.items import ForwardRows
 from easypipe.loader.rows.ranks import DerivedRows
 
 try:
-    # It is not imported by name: this file has that name too, where types are checked without
+    # It is not imported by name, because this file has the same name, and types are checked without
     # torch.
     torch: Any = importlib.import_module("torch")
     data: Any = importlib.import_module("torch.utils.data")
@@ -37,22 +37,22 @@ class TorchBatches(data.IterableDataset):
 
     `DataLoader(TorchBatches(loader), batch_size=None)`
 
-    Integers become int64, which torch's embeddings and losses need; floats stay as they are. The
-    loader's own threads make batches ahead, so `num_workers=0` is right.
+    Integers become int64, which torch's embeddings and losses need; floats are unchanged. The
+    loader's threads make batches ahead, so use `num_workers=0`.
 
-    Law: with W workers, worker w gives batches w, w + W, ..., so that the DataLoader, which asks
-    them in turn, gives every batch once and in order. Workers need a loader whose batches have
-    numbers (not one of streams) and lie in host memory.
+    Law: with W workers, worker w returns batches w, w + W, ..., so that the DataLoader, which asks
+    the workers in turn, yields every batch once and in order. Workers need a loader with numbered
+    batches (not one of streams) in host memory.
 
-    Law (exact resume): after `load_state_dict(state)`, with the state that `state_dict` gave behind
-    batch n, the next batch is n + 1. With several workers each keeps and restores its own, as
-    torchdata's StatefulDataLoader has them do.
+    Law (exact resume): after `load_state_dict(state)`, with the state that `state_dict` returned
+    after batch n, the next batch is n + 1. Each of several workers saves and restores its own
+    state, as with torchdata's StatefulDataLoader.
     """
 
     def __init__(self, loader: Loader) -> None:
         super().__init__()
         self._loader = loader.copy()
-        self._yielded = 0  # batches before the next one of this process, where there are workers
+        self._yielded = 0  # batches before the next one of this process, if there are workers
         self._restored_by: int | None = None  # the process that loaded a state
 
     def __iter__(self) -> Iterator[Tensors]:
@@ -76,17 +76,17 @@ class TorchBatches(data.IterableDataset):
             self._yielded = step + 1
             yield batch
             step += workers
-        self._yielded = 0  # a worker that is kept goes on with the next pass, or begins anew
+        self._yielded = 0  # a persistent worker continues with the next pass, or starts again
         loader._ended()
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration pass `epoch`.
+        """Makes pass `epoch` the next iteration.
 
-        Worker processes need it: they end with a pass and do not count passes.
+        Worker processes need it, because they end with a pass and do not count passes.
 
         Raises:
-            ConfigError: The loader has no passes; those of data modules, factories and builders
-                have.
+            ConfigError: The loader has no passes; loaders of data modules, factories and builders
+                do.
         """
         if not isinstance(self._loader, EpochLoader):
             raise ConfigError(
@@ -97,7 +97,7 @@ class TorchBatches(data.IterableDataset):
         self._loader.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Returns the batches of a pass.
+        """Returns the number of batches of a pass.
 
         Raises:
             TypeError: The batches never end.
@@ -105,16 +105,16 @@ class TorchBatches(data.IterableDataset):
         return len(self._loader)
 
     def state_dict(self) -> Json:
-        """Returns the state behind the batch that was last given by this process, as JSON."""
+        """Returns the state after the last batch yielded by this process, as JSON."""
         if torch_worker()[1] == 1:
             return {STATE_KEY: self._loader.state().to_json()}
         return {STATE_KEY: self._by_number(torch_worker()[1]).state_at(self._yielded).to_json()}
 
     def load_state_dict(self, state_dict: Json) -> None:
-        """Makes the next iteration go on behind the state.
+        """Makes the next iteration continue after the state.
 
         Raises:
-            StateError: The state is not one of this loader.
+            StateError: The state does not belong to this loader.
         """
         if STATE_KEY not in state_dict:
             raise StateError(
@@ -126,7 +126,7 @@ class TorchBatches(data.IterableDataset):
         self._yielded, self._restored_by = self._loader.state().batch, os.getpid()
 
     def _by_number(self, workers: int) -> Loader:
-        """Returns the loader, where worker processes can share it.
+        """Returns the loader, if worker processes can share it.
 
         Raises:
             ConfigError: They cannot.
@@ -153,8 +153,8 @@ class TorchRows(data.IterableDataset):
 
     `DataLoader(TorchRows(StreamingPreprocessedDataset(...)), num_workers=4)`
 
-    A StreamingPreprocessedDataset shares its rows over the workers by itself. Any other iterable is
-    read by one process (num_workers=0), as each worker would read all of it: with workers,
+    A StreamingPreprocessedDataset divides its rows over the workers itself. Any other iterable must
+    be read by one process (num_workers=0), because each worker would read all of it: with workers,
     iterating raises ConfigError.
     """
 
@@ -164,7 +164,7 @@ class TorchRows(data.IterableDataset):
 
     def __iter__(self) -> Iterator[Tensors]:
         workers = torch_worker()[1]
-        # an iterable may be of any class, so it is asked for the method
+        # an iterable may be of any class, so its method is looked up
         require(
             workers <= 1 or hasattr(self._rows, "sharded"),
             "num_workers",
@@ -183,7 +183,7 @@ def _tensors(batch: Item) -> Tensors:
 
 
 def _tensor(values: ArrayLike) -> Tensors:
-    if isinstance(values, list):  # a list of texts, which no tensor holds
+    if isinstance(values, list):  # a list of texts, which cannot be a tensor
         return values
     array = np.asarray(values)
     tensor = torch.from_numpy(np.array(array) if not array.flags.writeable else array)

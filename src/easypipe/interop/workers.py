@@ -9,12 +9,12 @@ from easypipe.core.values import Dataset
 
 
 def _torch_data() -> Any:
-    """Returns torch.utils.data where it is loaded already, else None."""
+    """Returns torch.utils.data if it is already loaded, else None."""
     return sys.modules.get("torch.utils.data")
 
 
 def known_to_torch(kind: type) -> None:
-    """Makes objects of `kind` iterable datasets to torch's DataLoader, where torch is loaded."""
+    """Registers `kind` as an iterable dataset for torch's DataLoader, if torch is loaded."""
     if (data := _torch_data()) is not None:
         data.IterableDataset.register(kind)
 
@@ -29,8 +29,8 @@ def torch_worker() -> tuple[int, int]:
 
 
 def shares_rows(rows: Dataset) -> bool:
-    """Returns whether a dataset gives each of a DataLoader's workers rows of its own.
+    """Returns whether a dataset gives each of a DataLoader's workers different rows.
 
-    torch requires that of its iterable datasets: those of `datasets` do.
+    torch requires that of its iterable datasets; those of `datasets` do it.
     """
     return (data := _torch_data()) is not None and isinstance(rows, data.IterableDataset)

@@ -1,1 +1,1 @@
-"""Shows the first samples of a config, decoded, with what is trained of them."""
+"""Shows the first samples of a config, decoded, and which parts are trained on."""

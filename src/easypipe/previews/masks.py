@@ -1,4 +1,4 @@
-"""`masks`: what a chat template trains, on sample conversations or yours; proven, or why not."""
+"""`masks`: which text of sample conversations, or yours, is trained on; proven, or why not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKEN = re.compile(
     r"<\|[^|<>\s]+\|>|<[|a-z_/][^<>\s{}'\"]*>|<[A-Z_\d]+>|\[/?[A-Z_]+\]|\[\|\w+\|\]|<｜[^<>]*｜>"
 )
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-DATE = "2026-01-31"  # the day that samples tell where a template asks for it
+DATE = "2026-01-31"  # the day for templates that use the date
 
 _TOOL = {
     "type": "function",
@@ -55,7 +55,7 @@ _TOOL = {
     },
 }
 _CALL = {
-    "id": "abcdefghi",  # nine characters, which Mistral's templates ask for
+    "id": "abcdefghi",  # nine characters, which Mistral's templates require
     "type": "function",
     "function": {"name": "get_weather", "arguments": {"city": "Bern"}},
 }
@@ -63,7 +63,7 @@ _QUESTION, _ANSWER = (
     {"role": "user", "content": "What is two and two?"},
     {"role": "assistant", "content": "It is four."},
 )
-# The conversations that are tried where none are given, by name.
+# The conversations that are tried if none are given, by name.
 SAMPLES: Mapping[str, Mapping[str, Json]] = {
     "one turn": {"messages": [_QUESTION, _ANSWER]},
     "two turns with system": {
@@ -100,18 +100,18 @@ SAMPLES: Mapping[str, Mapping[str, Json]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationMask:
-    """A conversation as a chat template writes it, with what is trained of it.
+    """A conversation as a chat template renders it, and which parts are trained on.
 
     Attributes:
         name: The name of the sample, or `conversation 0`, `conversation 1`, ...
-        text: What the template writes; None where nothing is proven.
-        spans: (first character, the one behind the last) of what is trained, ascending.
-        reason: Why nothing is proven, in a word and a sentence; None where it is.
-        form: How a sample had to be written for this template, in words; empty as it stands in
+        text: The rendered text; None if nothing is proven.
+        spans: (first character, the one after the last) of the parts trained on, ascending.
+        reason: Why nothing is proven, in a word and a sentence; None if the mask is proven.
+        form: How a sample had to be changed for this template, in words; empty for the form in
             `SAMPLES`.
-        input_ids: The tokens, with an EOS where the template left the end to it; None without a
-            tokenizer.
-        loss_mask: 1 for each of them that is trained, else 0; None without a tokenizer.
+        input_ids: The tokens, with an EOS if the template does not end the text itself; None
+            without a tokenizer.
+        loss_mask: 1 for each token that is a target, else 0; None without a tokenizer.
     """
 
     name: str
@@ -129,7 +129,7 @@ class ConversationMask:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The text, in pieces that are all trained or all masked."""
+        """The text, in pieces that are all trained on or all masked."""
         if self.text is None:
             return ()
         edges = [0, *itertools.chain.from_iterable(self.spans), len(self.text)]
@@ -153,35 +153,35 @@ def masks(
     train_empty_thinking: bool = True,
     special_tokens: Sequence[str] | None = None,
 ) -> list[ConversationMask]:
-    """Returns what is trained of conversations, proven character by character.
+    """Returns which parts of conversations are trained on, proven character by character.
 
     Args:
-        source: A tokenizer: its tokenizer.json, its folder or its name on the Hub. Or a chat
-            template alone: a .jinja file, its text, or the name of a built-in one.
-        conversations: Each a list of messages, or an object with `messages` and perhaps `tools`.
-            Without them, `SAMPLES` are tried, each in the forms that templates ask for.
-        train_on: `assistant` (what None means), `last_assistant`, `completion` or `all`, as in
-            `DatasetConfig`; as are the next three.
-        roles_to_train: Whose turns are trained, in place of train_on. Empty: messages that say so
-            by `train` or `weight`.
-        train_on_eos: Whether the end of every trained `turn` is trained, of the `last` one, or
-            `none`.
-        reasoning: What messages think is trained (`keep`), masked (`mask`), or each turn that is
-            trained becomes a sample of its own (`per_turn`).
-        chat_template: Another template than the tokenizer's own.
-        template_date: The day that `strftime_now` tells, as 2026-01-31.
-        train_empty_thinking: Whether a thought without words is trained.
-        special_tokens: The special tokens that the template writes. Without them they are the
-            tokenizer's, or for a template alone those that look like one in its text.
+        source: A tokenizer: its tokenizer.json, its folder or its name on the Hub. Or only a chat
+            template: a .jinja file, its text, or the name of a built-in one.
+        conversations: Each a list of messages, or an object with `messages` and optional `tools`.
+            Without them, `SAMPLES` are tried, each in the forms that templates accept.
+        train_on: `assistant` (also for None), `last_assistant`, `completion` or `all`. It is as in
+            `DatasetConfig`, like the next three options.
+        roles_to_train: The roles whose turns are trained on, in place of train_on. If empty,
+            messages that are marked by `train` or `weight`.
+        train_on_eos: Whether the token that ends a turn is trained on: for every `turn` that is
+            trained on, for the `last` one, or `none`.
+        reasoning: The reasoning of messages is trained on (`keep`) or masked (`mask`), or each turn
+            that is trained on becomes a separate sample (`per_turn`).
+        chat_template: A template other than the tokenizer's own.
+        template_date: The day that `strftime_now` returns, such as 2026-01-31.
+        train_empty_thinking: Whether an empty reasoning block is trained on.
+        special_tokens: The special tokens in the template. By default they are the tokenizer's, or,
+            without a tokenizer, words of the template that look like one.
 
     Returns:
-        One for each conversation, in order: proven, or with the reason why not. With reasoning
-        `per_turn` one for each of its samples.
+        One mask for each conversation, in order: proven, or with the reason why not. With reasoning
+        `per_turn`, one for each sample.
 
     Raises:
-        ConfigError: A file is not there, or no template has such an option.
-        TokenizerError: A tokenizer has no template, or a template does not compile or does what no
-            template may.
+        ConfigError: A file does not exist, or an option has an invalid value.
+        TokenizerError: A tokenizer has no template, or a template does not compile or does
+            something forbidden.
     """
     asked = PromptConfig(
         input_columns=("messages",),
@@ -194,13 +194,13 @@ def masks(
     )
     template, tokenizer = _opened(source, chat_template, asked, special_tokens)
     if tokenizer is not None:
-        turns_of(template, tokenizer)  # warns where nothing ends a turn
+        turns_of(template, tokenizer)  # warns if nothing ends a turn
     found = _rendered(template, conversations, by_turn=reasoning == "per_turn")
     return [one for one, _ in found] if tokenizer is None else _with_tokens(tokenizer, found)
 
 
 def masks_page(found: Sequence[ConversationMask], title: str) -> str:
-    """Returns a page of HTML that needs nothing else: what is trained is green."""
+    """Returns a self-contained page of HTML; text that is trained on is green."""
     samples = [
         {"title": one.title, "segments": [{"title": one.form, "pieces": one.pieces}]}
         for one in found
@@ -214,7 +214,7 @@ def _opened(
     asked: PromptConfig,
     special_tokens: Sequence[str] | None,
 ) -> tuple[ChatTemplate, Tokenizer | None]:
-    """Returns the template, and the tokenizer where `source` is one."""
+    """Returns the template, and the tokenizer if `source` is one."""
     text, tokenizer = str(source), None
     if not (is_jinja(text) or text in CHAT_TEMPLATES or text.endswith((".jinja", ".jinja2"))):
         tokenizer = load_tokenizer(TokenizerConfig(name_or_path=text))
@@ -263,10 +263,10 @@ def _named(conversations: Sequence[Talk | Mapping[str, Json]]) -> dict[str, Mapp
 
 
 def spellings(sample: Mapping[str, Json]) -> Iterator[tuple[str, Mapping[str, Json]]]:
-    """Yields a sample in the forms that templates ask for, each with its form in words.
+    """Yields a sample in the forms that templates accept, each with its form in words.
 
-    Content is text or typed parts; beside a call it is left out or empty; arguments are an object
-    or JSON text.
+    Content is text or typed parts; in a message with a call it is left out or empty; arguments are
+    an object or JSON text.
     """
     calls = any("tool_calls" in message for message in sample["messages"])
     either = (False, True) if calls else (False,)
@@ -278,7 +278,7 @@ def spellings(sample: Mapping[str, Json]) -> Iterator[tuple[str, Mapping[str, Js
 
 
 def _formed(message: Mapping[str, Json], parts: bool, written: bool, empty: bool) -> Json:
-    """Returns a message in one of the forms that templates ask for (see `spellings`)."""
+    """Returns a message in one of the forms that templates accept (see `spellings`)."""
     made = dict(message)
     if "tool_calls" in made:
         made["content"] = "" if empty else None
@@ -302,7 +302,7 @@ def _formed(message: Mapping[str, Json], parts: bool, written: bool, empty: bool
 def _rendered(
     template: ChatTemplate, conversations: Sequence[Talk | Mapping[str, Json]] | None, by_turn: bool
 ) -> list[tuple[ConversationMask, int]]:
-    """Returns what is shown of each conversation, and how its text ends."""
+    """Returns the mask of each conversation, and how its text ends."""
     given = SAMPLES if conversations is None else _named(conversations)
     forms = {
         name: list(spellings(one)) if conversations is None else [("", one)]
@@ -330,8 +330,7 @@ def _chosen(
 ) -> list[tuple[ConversationMask, int]]:
     """Returns the samples of the first form that is proven, and how their texts end.
 
-    Where none is proven, it returns the reason for the first form that the template does not
-    refuse.
+    If none is proven, it returns the reason for the first form that the template accepts.
     """
     refused: list[Refused] = []
     for form, row, answers in tried:
@@ -360,7 +359,7 @@ def _chosen(
 
 
 def _words(sample: Mapping[str, Json]) -> Iterator[str]:
-    """Yields what a template has to print of a sample: the words and calls of the assistant."""
+    """Yields what a template must print of a sample: the text and calls of the assistant."""
     for message in sample["messages"]:
         if message["role"] != "assistant":
             continue

@@ -1,7 +1,6 @@
 """`parity`: the first rows of a config, tokenized and masked here and by transformers.
 
-What is compared is what rows become before lengths, mixing and packing, which transformers does not
-do.
+Rows are compared before cutting, mixing and packing, which transformers does not do.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ SHOWN = 24  # characters of a token that differs
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """What the comparison of the first rows of a dataset found.
+    """The result of comparing the first rows of a dataset.
 
     Attributes:
         dataset: The name of the dataset.
-        rows: The texts whose tokens were compared.
-        masks: The texts whose masks were compared.
+        rows: The number of texts with compared tokens.
+        masks: The number of texts with compared masks.
         differences: A sentence for each text that differs.
         notes: What was not compared, and why.
     """
@@ -61,13 +60,13 @@ class Parity:
 
 
 class _Pair(NamedTuple):
-    """A text as it is written here, and its tokens and mask as transformers makes them.
+    """A text as it is rendered here, and its tokens and mask by transformers.
 
     Attributes:
-        at: Where the text stands.
-        own: The text as it is written here.
-        found: The tokens; None where transformers refuses the conversation.
-        mask: The mask; None where templates mark nothing.
+        at: The place of the text.
+        own: The text as it is rendered here.
+        found: The tokens; None if transformers rejects the conversation.
+        mask: The mask; None if the template has no generation markers.
     """
 
     at: str
@@ -132,7 +131,7 @@ def _compared(name: str, source: TokenizedShardedSource) -> Parity:
 def _differing(
     pair: _Pair, own: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer
 ) -> Iterator[str]:
-    """Yields a sentence where the tokens or the masks of a text differ."""
+    """Yields a sentence if the tokens or the masks of a text differ."""
 
     def shown(ids: Sequence[int], at: int) -> str:
         text = f"{tokenizer.decode(ids[at : at + 1])!r:.{SHOWN}}"
@@ -164,7 +163,7 @@ def _note(reject: Reject, wrong: str) -> str:
 
     Args:
         reject: The reject.
-        wrong: What its rows are, unless they were left out on purpose.
+        wrong: What to call its rows, unless they were left out on purpose.
     """
     if reject.benign:
         return f"{reject.count} rows are left out: {reject.detail or reject.reason}"
@@ -174,7 +173,7 @@ def _note(reject: Reject, wrong: str) -> str:
 def _texts(
     source: TokenizedShardedSource, named: NamedTokenizer, notes: list[str]
 ) -> Iterator[_Pair]:
-    """Yields the texts of a column, or as a template of columns writes them."""
+    """Yields the texts of a column, or of a template of columns."""
     own, eos = source.tokenizer, source.tokenizer.eos_token_id
     for shard, one in enumerate(source.source.shards):
         texts = source.form.read(source.source, shard, 0, one.num_rows or 0)
@@ -193,7 +192,7 @@ def _texts(
 def _conversations(
     source: TokenizedShardedSource, named: NamedTokenizer, notes: list[str]
 ) -> Iterator[_Pair]:
-    """Yields conversations, as a chat template writes them here and with transformers."""
+    """Yields conversations, as a chat template renders them here and in transformers."""
     form = source.form
     assert isinstance(form, PromptRows)
     engine, format = form.engine, form.engine.format
@@ -231,7 +230,7 @@ def _theirs(
     *,
     given: str | Path | None,
 ) -> _Pair:
-    """Returns what transformers makes of the messages of a row."""
+    """Returns the tokens and mask that transformers makes from the messages of a row."""
     messages: list[Json] = request["messages"]
     plain = [{k: v for k, v in one.items() if k not in (FLAG, RANGES, WEIGHT)} for one in messages]
     asks = (template.train_on, template.train_on_eos, template.roles_to_train, template.reasoning)

@@ -1,4 +1,4 @@
-"""What a preview shows: samples with what is trained of them, as text, JSON or a page of HTML."""
+"""What a preview shows: samples and which parts are trained on, as text, JSON or a page of HTML."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from easypipe.loader.explain import ExplainedRow, Segment
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Text that is all trained, or all masked, and of one speaker.
+    """Text of one speaker that is all trained on, or all masked.
 
-    `role` is the speaker who begins here; None where the last one goes on.
+    `role` is the speaker who begins here; None if the previous one continues.
     """
 
     text: str
@@ -30,13 +30,13 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSegment:
-    """A document, or as much of one as stands together in a row.
+    """A document, or the part of one that is in a row.
 
     Attributes:
-        segment: Where it came from and where it stands.
-        pieces: Its text; None where no tokenizer decodes it.
+        segment: Where it came from, and where it is.
+        pieces: Its text; None if there is no tokenizer to decode it.
         roles: The speakers in the row that it was made from, in order.
-        cuts: What of the document is not here, in words.
+        cuts: The parts of the document that are missing here, in words.
     """
 
     segment: Segment
@@ -46,7 +46,7 @@ class SampleSegment:
 
     @property
     def title(self) -> str:
-        """One line that says where it stands, where it came from, and who speaks in it."""
+        """One line that says where it is, where it came from, and who speaks in it."""
         return self.segment.title + (
             f"; {', '.join(dict.fromkeys(self.roles))}" if self.roles else ""
         )
@@ -54,7 +54,7 @@ class SampleSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A row of a batch: one document, or several where rows are packed."""
+    """A row of a batch: one document, or several if rows are packed."""
 
     row: ExplainedRow
     segments: tuple[SampleSegment, ...]
@@ -65,15 +65,15 @@ class Sample:
 
     @property
     def padding(self) -> int:
-        """The slots of the row that hold nothing."""
+        """The number of empty slots of the row."""
         return self.row.padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """Samples as they would be trained.
+    """Samples as they would be trained on.
 
-    `notes` say how they were made, and what happened to rows that are not among them.
+    `notes` say how they were made, and what happened to the other rows.
     """
 
     samples: tuple[Sample, ...]
@@ -83,7 +83,7 @@ class Preview:
         return dataclasses.asdict(self)
 
     def to_html(self, title: str = "easypipe preview") -> str:
-        """Returns one page that needs nothing else; samples are text in it whatever they hold."""
+        """Returns one self-contained page, in which samples are escaped text."""
         return page(title, self.samples, self.notes)
 
     def __str__(self) -> str:
@@ -102,8 +102,7 @@ class Preview:
 def page(title: str, samples: Sequence[Sample | Json], notes: Sequence[str]) -> str:
     """Returns a page of HTML that shows samples.
 
-    It has no script, nothing is loaded from elsewhere, and characters that would not be seen are
-    spelled out.
+    It has no script and loads nothing, and invisible characters are spelled out.
 
     Args:
         title: The title of the page.

@@ -1,7 +1,7 @@
-"""`preview`: makes the first samples of a config: what is trained, cut, or becomes no document.
+"""`preview`: makes the first samples of a config: what is trained on, cut, or left out.
 
-They are made by the pipeline itself from the first rows of each dataset, and explained by
-`Loader.explain`. Nothing is kept.
+The pipeline itself makes them from the first rows of each dataset, and `Loader.explain` explains
+them. Nothing is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.documents import TokenizedShardedSource, trained_turns
 from easypipe.transforms.chat.columns import values_of
 
-FIRST_ROWS = 200  # samples are made from so many rows of each dataset
+FIRST_ROWS = 200  # samples are made from this many rows of each dataset
 KEPT = ("written", "stored", "targets", "masked", "with")  # outcomes that lose nothing
 
 
@@ -53,10 +53,10 @@ def preview(
         n: The number of samples.
         first_rows: This many rows of each dataset are read, tokenized, mixed and packed as the
             config says.
-        progress: Is called as the work goes on.
+        progress: Called as the work goes on.
 
     Raises:
-        ConfigError: `n` or `first_rows` is not valid; and what the pipeline raises.
+        ConfigError: `n` or `first_rows` is not valid. The pipeline may raise other errors.
     """
     require(
         n >= 1 and first_rows >= 1,
@@ -105,7 +105,7 @@ def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
     notes = [f"made of the first {first_rows:,} rows of each dataset, at most", *explained.notes]
     for name, source in tokenized.items():
         notes += [*_what_became(name, source), *_verdicts(name, source)]
-        trained_turns(source)  # warns where nothing ends a turn
+        trained_turns(source)  # warns if nothing ends a turn
     return Preview(samples=tuple(samples), notes=tuple(notes))
 
 
@@ -118,7 +118,7 @@ def _read(config: PipelineConfig | Settings | str | Path) -> PipelineConfig:
 
 
 def looked_at(config: PipelineConfig, folder: str | Path) -> PipelineConfig:
-    """Returns a config of the same data that writes into `folder` alone, on this machine."""
+    """Returns a config of the same data that writes only into the local `folder`."""
     datasets = tuple(
         dataclasses.replace(dataset, cache_path=None, cache_enabled=True)
         for dataset in config.datasets
@@ -155,7 +155,7 @@ def _cut(source: TokenizedShardedSource, shard: int, segment: Segment) -> list[s
 def _turns(source: TokenizedShardedSource, shard: int, row: int) -> list[tuple[str, str]]:
     """Returns (role, text) of the row that a document was made from, in order.
 
-    It is empty where the row names no speakers.
+    It is empty if the row names no speakers.
     """
     batch = source.source.read(shard, row, row + 1)
     columns = [name for name in source.form.columns if name in batch.schema.names]
@@ -169,7 +169,7 @@ def _turns(source: TokenizedShardedSource, shard: int, row: int) -> list[tuple[s
 
 
 def _messages(column: pa.Array) -> list[tuple[str, str]]:
-    """Returns (role, text) of each message in the first row; nothing where it is plain text."""
+    """Returns (role, text) of each message in the first row; [] if it is plain text."""
     text = str(column[0].as_py() or "").lstrip()
     if not pa.types.is_nested(column.type) and not text.startswith("["):
         return []
@@ -218,7 +218,7 @@ def _segment(
 def _pieces(spans: Sequence[Span], turns: Sequence[tuple[str, str]]) -> Iterator[Piece]:
     """Yields the spans, cut where a speaker begins.
 
-    A turn whose words the template changed is not found, and begins nothing.
+    If the template changed the text of a turn, the turn is not found and makes no cut.
     """
     whole = "".join(span.text for span in spans)
     begins: dict[int, str] = {}
@@ -238,9 +238,9 @@ def _pieces(spans: Sequence[Span], turns: Sequence[tuple[str, str]]) -> Iterator
 
 
 def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
-    """Yields notes on rows that were not made into documents, and on tokens that were cut.
+    """Yields notes on rows that did not become documents, and on tokens that were cut.
 
-    They count the rows that were looked at.
+    They count only the rows that were read.
     """
     for entry in ledger_of(name, source).entries:
         lost = {key: count for key, count in entry.out.items() if count and key not in KEPT}
@@ -252,7 +252,7 @@ def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
 
 
 def _verdicts(name: str, source: TokenizedShardedSource) -> Iterator[str]:
-    """Yields how many answers were looked at and how many are desirable, if they are judged."""
+    """Yields how many answers were read and how many are desirable, if they are judged."""
     if DESIRABLE.name in source.info.aligned:
         cache = source.materialize()
         answers = good = 0

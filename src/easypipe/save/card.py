@@ -1,9 +1,9 @@
 """Writes the dataset card (README.md) of saved folders, with the YAML that the Hub reads.
 
-In the folder, the card is in files that readers of whole folders pass over, since their names begin
-with `_` or `.`: pandas and pyarrow take every other file for data. Only a repository on the Hub has
-a README.md. The card follows from the manifest alone: the same rows give the same bytes, and
-nothing of the machine that wrote them is in it.
+In the folder, the card is in files with names that begin with `_` or `.`, which readers of whole
+folders skip: pandas and pyarrow read every other file as data. Only a repository on the Hub has a
+README.md. The card depends only on the manifest: the same rows make the same bytes, and it contains
+nothing about the machine that wrote them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from easypipe.save.saved import MANIFEST, SavedManifest, join
 log = logging.getLogger("easypipe")
 
 CARD = "_README.md"
-YAML = ".huggingface.yaml"  # `datasets` reads it after README.md, or alone where there is none
-HUB_CARD = "README.md"  # easypipe 0.1 wrote it beside the shards too
+YAML = ".huggingface.yaml"  # `datasets` reads it after README.md, if there is one
+HUB_CARD = "README.md"  # easypipe 0.1 also wrote it next to the shards
 # A card with this text may be replaced by the next run; a README.md without it is a user's own.
 MARK = "Written by easypipe"
 
@@ -40,7 +40,7 @@ class CardPart:
 
     Attributes:
         name: The name of its config in the YAML.
-        folder: Its folder below the card's own; "" where the shards are beside the card.
+        folder: Its path within the card's folder; "" if the shards are in the same folder.
         manifest: Its manifest.
     """
 
@@ -54,8 +54,8 @@ def write_card(
 ) -> bool:
     """Commits the card of a folder.
 
-    A user's own files stay, and so do cards that already say this. A README.md that an earlier
-    easypipe wrote is removed; where it is a user's own, `datasets` goes by that.
+    A user's files are kept, and so are cards with the same content. A README.md that an earlier
+    easypipe wrote is removed; if it is a user's, `datasets` uses it instead of the card.
 
     Returns:
         Whether anything was written.
@@ -84,7 +84,7 @@ def write_card(
 
 
 def card_text(parts: Sequence[CardPart], load_from: str = "path/to/this/folder") -> str:
-    """Returns the card of one saved folder, or of several below one root."""
+    """Returns the card of one saved folder, or of several in one folder."""
     text = [f"---\n{_yaml(parts)}---\n", "# Saved rows\n"]
     text.append(
         f"{MARK}. Every figure here is in `{MANIFEST}` too, which lies beside the shards.\n"
@@ -188,11 +188,11 @@ def _loading(parts: Sequence[CardPart], load_from: str) -> str:
 
 
 def public_name(tokenizer: str) -> str:
-    """Returns a tokenizer's name as it may be published: of a folder only the last part."""
+    """Returns a tokenizer's name for publication: only the last part of a folder."""
     local = tokenizer.startswith(("/", "~", ".")) or "\\" in tokenizer or tokenizer.count("/") > 1
     return tokenizer.rstrip("/\\").replace("\\", "/").rpartition("/")[2] if local else tokenizer
 
 
 def size_category(rows: int) -> str:
-    """Returns the Hub's name for so many rows."""
+    """Returns the Hub's name for a number of rows."""
     return SIZES[min(max(len(str(rows)) - 3, 0), len(SIZES) - 1)]

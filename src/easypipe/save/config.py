@@ -28,7 +28,7 @@ class SaveStageConfig:
 
     Args:
         enabled: False skips the stage.
-        output_dir: Folder or URL. Several datasets go to a folder each below it; a dataset's own
+        output_dir: A folder or URL. With several datasets, each has a subfolder of it; a dataset's
             `save_path` overrides it.
         format: The format of the files; a dataset's own `save_format` overrides it.
         compression: None takes the format's own default: zstd for parquet, none for arrow (so that
@@ -37,8 +37,8 @@ class SaveStageConfig:
             `max_shard_size` needs.
         max_shard_size: Bytes of a file on disk, as a number or as "500MB". Files are filled to
             within a tenth of it, estimated from samples of the data in this format and compression.
-            With num_shards too, whichever makes more files decides. None takes, if num_shards is
-            None too, an eighth of the data, between 16 MiB and 500 MiB before compression, so that
+            If num_shards is also set, the option that makes more files decides. If both are None,
+            it is an eighth of the data, between 16 MiB and 500 MiB before compression, so that
             several cores can write.
         overwrite: Replace the rows of another run in the folder. The old shards stay readable until
             the new ones are complete.
@@ -46,12 +46,13 @@ class SaveStageConfig:
             endpoint. Never logged, saved or part of a fingerprint.
         push_to_hub: Upload the complete folder to the dataset repository `hub_repo_id` of the
             Hugging Face Hub, in one commit.
-        hub_repo_id: "user/name". Several datasets go to folders below its root. Read it back with
+        hub_repo_id: "user/name". With several datasets, each has a folder in it. Read it back with
             `load_saved("hf://datasets/user/name")`.
-        hub_private: Whether a new repository is private. True refuses an existing public one.
+        hub_private: Whether a new repository is private. With True, an existing public one is an
+            error.
         hub_token: None takes HF_TOKEN from the environment, else the token of `hf auth login`.
             Never logged, saved or part of a fingerprint.
-        hub_revision: Branch, created if it is missing; None is main.
+        hub_revision: The branch, created if it is missing; None means main.
     """
 
     enabled: bool = True
@@ -78,7 +79,7 @@ class SaveStageConfig:
             "Choose one of these.",
             have=CODECS[self.format],
         )
-        max_bytes_of(self)  # raises where it is not a size
+        max_bytes_of(self)  # raises if it is not a size
         repo, branch = self.hub_repo_id, self.hub_revision
         for wrong, at, problem, fix in (
             (
@@ -121,7 +122,7 @@ class SaveStageConfig:
 
 
 def codec_of(config: SaveStageConfig) -> str:
-    """Returns the codec of the files: the one that was asked for, else the format's own."""
+    """Returns the codec of the files: that of the config, else the format's default."""
     return config.compression or next(iter(CODECS[config.format]))
 
 

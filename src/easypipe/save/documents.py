@@ -1,4 +1,4 @@
-"""What is saved: documents of a token cache with columns of their source, rows without numbers."""
+"""What is saved: documents of a token cache with columns of their source; rows without numbers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from easypipe.core.schema import (
 class CachedDocuments(Source):
     """The documents of a token cache, with a shard for each token file.
 
-    Their columns are `input_ids`, `loss_mask` where there is one, aligned columns, and columns of
-    the rows of the source. The cache keeps row numbers and none of those columns: they are read
-    from the source, so it must still exist and be what it was.
+    Their columns are `input_ids`, `loss_mask` if there is one, aligned columns, and columns of the
+    rows of the source. The cache stores row numbers but not those columns: they are read from the
+    source, which must still exist and be unchanged.
 
     Args:
         cache: The token cache.
@@ -57,7 +57,7 @@ class CachedDocuments(Source):
         """Returns documents `start` to `stop` of a token file.
 
         Raises:
-            SourceError: The source no longer has a row; names it.
+            SourceError: The source no longer has a row; the error names it.
         """
         part = self._parts[shard]
         documents = self._cache.read(part.shard, part.start, part.stop).slice(start, stop - start)
@@ -85,7 +85,7 @@ class CachedDocuments(Source):
 
 
 class UnnumberedRows(Source):
-    """The rows of a source without their numbers: whoever reads a saved folder counts its rows."""
+    """The rows of a source without their numbers: readers of a saved folder count its rows."""
 
     def __init__(self, source: ShardedSource) -> None:
         self._source, self.schema = source, without_row_numbers(source.schema)

@@ -1,4 +1,4 @@
-"""The states of an output folder: whose it is, what else it holds, records of finished files."""
+"""The states of an output folder: its run, what else it holds, records of finished files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Claim:
     Attributes:
         fingerprint: The fingerprint of the run.
         replaces: Shard files of an older run, removed after the commit.
-        edges: The rows at which its shards begin and end. They are kept because sizes on disk are
-            measured: the next process may have another version of the codec.
+        edges: The rows at which its shards begin and end. They are stored because they depend on
+            measured sizes, and the next process may have another version of the codec.
     """
 
     fingerprint: str
@@ -48,8 +48,8 @@ class Run:
         manifest: The manifest, if its run is complete.
         replaces: As in `Claim`.
         claimed: Whether its own claim is in the folder.
-        takes_over: Whether another run's claim is in the folder, and is to be replaced.
-        edges: The rows of its shards, where an earlier process planned them.
+        takes_over: Whether another run's claim is in the folder and will be replaced.
+        edges: The rows of its shards, if an earlier process planned them.
     """
 
     folder: str
@@ -69,14 +69,14 @@ class Run:
     def standing(self) -> tuple[SavedShard, ...] | None:
         """Returns the shards of a complete run.
 
-        None where it is not complete, or a file of it is gone or of another size.
+        It is None if the run is not complete, or a file is missing or has a different size.
         """
         if self.manifest is None or not all(map(self._has_size, self.manifest.shards)):
             return None
         return self.manifest.shards
 
     def finished(self, names: Sequence[str]) -> dict[str, SavedShard]:
-        """Returns those of `names` that are in the folder as they were committed."""
+        """Returns those of `names` that are in the folder, unchanged since their commit."""
         shards = () if self.manifest is None else self.manifest.shards
         known = {shard.name: shard for shard in shards}
         found = [known.get(name) or self._recorded(name) for name in names]
@@ -87,11 +87,11 @@ class Run:
         remember_checked(self._record_path(shard.name), asdict(shard), self.storage_options)
 
     def commit(self, manifest: SavedManifest) -> None:
-        """Commits the manifest, then removes what was only needed meanwhile and what is replaced.
+        """Commits the manifest, then removes temporary records and what is replaced.
 
         Raises:
-            ConfigError: Another run has taken the folder meanwhile: this run's shards would go, and
-                its manifest would name what is gone.
+            ConfigError: Another run has claimed the folder in the meantime. It would remove this
+                run's shards, and the manifest would name missing files.
         """
         if storage.is_remote(self.folder):
             found = open_run(
@@ -120,7 +120,7 @@ class Run:
         """Claims the folder before the first shard is written, with the rows that its shards hold.
 
         Raises:
-            ConfigError: Another run was faster; the first claim counts.
+            ConfigError: Another run was faster; the first claim is valid.
         """
         remote = storage.is_remote(self.folder)  # a local folder is locked
         if not self.claimed or self.edges is None:
@@ -148,7 +148,7 @@ class Run:
         )
 
     def _stands(self, shard: SavedShard) -> bool:
-        """Whether a shard is in the folder with its size; a local one also with its checksum."""
+        """Returns whether a shard has its size, and, if it is local, its checksum."""
         path = join(self.folder, shard.name)
         return self._has_size(shard) and (
             storage.is_remote(path)
@@ -197,16 +197,16 @@ def open_run(
 ) -> Run:
     """Finds out what a folder holds for `fingerprint`: nothing, its claim, or its complete run.
 
-    Changes nothing. Files that no run wrote are never removed.
+    It changes nothing. Files that were not written by a run are never removed.
 
     Args:
         fingerprint: The fingerprint of the run.
         overwrite: Whether another run may be replaced.
-        before: The fingerprint by easypipe 0.1 of the same config, so that a refusal can say why
-            its folder is not taken for this run.
+        before: The fingerprint of the same config in easypipe 0.1, so that an error can say why
+            its folder is not used for this run.
 
     Raises:
-        ConfigError: Something else is there and `overwrite` is False.
+        ConfigError: The folder holds something else and `overwrite` is False.
     """
     names = storage.names_in(folder, storage_options)
     run = Run(folder=folder, fingerprint=fingerprint, storage_options=storage_options)
@@ -215,7 +215,7 @@ def open_run(
         try:
             manifest = read_manifest(folder, storage_options)
         except CacheError:
-            if not overwrite:  # what cannot be read is replaced, as asked
+            if not overwrite:  # overwrite also replaces what cannot be read
                 raise
     own = manifest if manifest is not None and manifest.fingerprint == fingerprint else None
     claim = _claim(run, names)
@@ -239,7 +239,7 @@ def open_run(
 def _claim(run: Run, names: Sequence[str]) -> Claim | None:
     """Returns the claim of the folder, or None.
 
-    Where the claim is damaged, the names of the shards tell whose it is.
+    If the claim is damaged, the names of the shards identify the run.
     """
     if RUN not in names:
         return None

@@ -1,18 +1,18 @@
 """Writes parquet files of integer lists (tokens) in about a third of pyarrow's time.
 
 pyarrow visits every value to find its levels (where lists begin, what is null). For token lists,
-the levels follow from the offsets: two runs a document. Values go from Arrow's buffers into pages
-as they are, each page compressed alone. The schema is pyarrow's own: the footer of an empty file
-that it wrote, with the row groups put in. The format is described at
+the levels follow from the offsets: two runs per document. Values are copied unchanged from Arrow's
+buffers into pages, and each page is compressed separately. The schema is pyarrow's: the footer of
+an empty file that pyarrow wrote, with the row groups added. The format is described at
 github.com/apache/parquet-format; footers use Thrift's compact protocol.
 
-Parquet has no integers of 16 bits: plain pages hold four bytes for each, which a codec has to go
-through. A dictionary 0, 1, 2, ... makes every value its own index, and indices of 16 bits,
-bit-packed, are the bytes that Arrow holds.
+Parquet has no 16-bit integers: plain pages hold four bytes for each, which the codec must process.
+A dictionary 0, 1, 2, ... makes every value its own index, and bit-packed 16-bit indices are the
+same bytes as in Arrow.
 
 In this file:
-    level: A small integer beside each value. A repetition level of 0 begins a row; a definition
-        level says how much of list and value is there.
+    level: A small integer for each value. A repetition level of 0 begins a row; a definition level
+        says how much of list and value exists.
     run: Equal levels in sequence: varint(length * 2), then the level in one byte. Packed indices
         are varint(groups of eight * 2 + 1), then the indices.
 """
@@ -34,15 +34,15 @@ from easypipe.core.values import Array, Int64, UInt8
 
 PAGE_VALUES = 1 << 18
 RUN_ROWS = 1 << 13  # lists whose runs are written together
-ZSTD_LEVEL = 1  # pyarrow's own
+ZSTD_LEVEL = 1  # pyarrow's default
 
-# A dictionary must have at least so many values for each entry, so that it does not weigh more than
-# it saves.
+# A dictionary must have at least this many values per entry; otherwise it is larger than what it
+# saves.
 DICTIONARY_SHARE = 32
 
 _PLAIN, _RLE, _RLE_DICTIONARY = 0, 3, 8
 _INT32, _INT64 = 1, 2
-_CODEC_NUMBERS = {"none": 0, "gzip": 2, "zstd": 6, "lz4": 7}  # lz4 is LZ4_RAW, as pyarrow's
+_CODEC_NUMBERS = {"none": 0, "gzip": 2, "zstd": 6, "lz4": 7}  # lz4 is LZ4_RAW, as in pyarrow
 _I32, _I64, _BINARY, _LIST, _STRUCT = 5, 6, 8, 9, 12
 _NUM_ROWS, _ROW_GROUPS = 3, 4  # fields of the footer
 
@@ -82,7 +82,7 @@ class ListsWriter:
         chunks, total, compressed = [], 0, 0
         for path, field, column in zip(self._paths, self._schema, batch.columns, strict=True):
             start, count, raw = self._at, 0, 0
-            values = column.flatten()  # without values behind null lists
+            values = column.flatten()  # without the hidden values of null lists
             entries, wide = _entries(values), column.type.value_type.bit_width > 32
             if entries:
                 raw += self._page([np.arange(entries, dtype=np.int32)], _dictionary_page(entries))
@@ -112,7 +112,7 @@ class ListsWriter:
     def _column_chunk(
         self, path: str, kind: int, count: int, raw: int, start: int, pages: int
     ) -> bytes:
-        """Returns what the footer says of a column that was just written.
+        """Returns the footer's entry for a column that was just written.
 
         Args:
             path: The path of the column in the parquet schema.
@@ -206,7 +206,7 @@ def _entries(values: Any) -> int:
 
 
 def _indices(values: Array) -> list[Any]:
-    """Returns values as indices of a dictionary that holds each value at its own place."""
+    """Returns values as indices of a dictionary in which each value is its own index."""
     groups = -(-len(values) // 8)
     head = bytes([8 * values.itemsize]) + (_varint(groups << 1 | 1) if groups else b"")
     return [head, np.ascontiguousarray(values), bytes((8 * groups - len(values)) * values.itemsize)]
@@ -227,7 +227,7 @@ def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, i
     entries = np.maximum(lengths, 1)  # an empty or null list is one entry without a value
     first, stop, runs, places = 0, 0, b"", np.zeros(1, np.int64)
     for a, b in itertools.pairwise(edges.tolist()):
-        # a page of long lists has few of them, so runs are made for several pages at once
+        # a page has few long lists, so runs are made for several pages at once
         if b > stop:
             first, stop = (
                 a,
@@ -283,7 +283,7 @@ def _runs(lengths: Int64, levels: UInt8) -> tuple[bytes, Int64]:
     starts[there + 1] = width
     np.cumsum(starts, out=starts)
     place, code = starts[there], np.empty(starts[-1], np.uint8)
-    while rest.size:  # one byte of each run, and the level behind those that end with it
+    while rest.size:  # one byte of each run, and the level after runs that end with it
         more = rest > 127
         code[place] = rest & 127 | more.astype(np.int64) << 7
         code[place[~more] + 1] = level[~more]
@@ -351,8 +351,8 @@ def _template(schema: pa.Schema) -> tuple[dict[int, tuple[int, bytes]], list[str
 
 
 def _skip(text: bytes, at: int, kind: int) -> int:
-    """Returns where a Thrift value ends that begins at `at`."""
-    if kind in (1, 2):  # booleans are in the head of their field
+    """Returns the end of a Thrift value that begins at `at`."""
+    if kind in (1, 2):  # booleans are in the header of their field
         return at
     if kind == 3:
         return at + 1

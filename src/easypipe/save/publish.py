@@ -1,4 +1,4 @@
-"""Which files of saved folders go into a dataset repository, and where: in its root, or below."""
+"""Which files of saved folders go into a dataset repository, and to which paths."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from easypipe.save.saved import MANIFEST, SavedManifest, join, read_manifest
 def publication(
     folders: Mapping[str, str], repo_id: str, storage_options: StorageOptions = None
 ) -> Publication:
-    """Returns what of the saved `folders` goes into a dataset repository: shards, then manifests.
+    """Returns the files of the saved `folders` for a dataset repository: shards, then manifests.
 
-    Of a tokenizer that is in a folder, only the name of the folder is published.
+    For a tokenizer in a folder, only the name of the folder is published.
 
     Args:
         folders: The saved folders by dataset.
@@ -55,7 +55,7 @@ def publication(
 
 
 def _public(manifest: SavedManifest) -> bytes:
-    """Returns the manifest as it is published, without paths of this machine."""
+    """Returns the manifest for publication, without local paths."""
     tokens = manifest.tokens
     if tokens is not None:
         manifest = dataclasses.replace(

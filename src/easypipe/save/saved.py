@@ -2,8 +2,8 @@
 
 ```text
 part-<run>-00000-of-00004.parquet …   the shards, each committed on its own
-_easypipe-run.json, _shards/…         while a run is in progress: what it is, finished shards
-_easypipe.json                        the manifest, committed last; without it, it is unfinished
+_easypipe-run.json, _shards/…         only during a run: its claim, records of finished shards
+_easypipe.json                        the manifest, committed last; missing if the run is unfinished
 ```
 """
 
@@ -19,7 +19,7 @@ from typing import Literal, NotRequired
 
 import numpy as np
 import pyarrow as pa
-from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires it before Python 3.12
 
 from easypipe.core import storage
 from easypipe.core.checked import read_checked, shaped
@@ -55,12 +55,12 @@ _KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SavedShard:
-    """One file of a saved folder, as the manifest has it.
+    """One file of a saved folder, as described in the manifest.
 
     Attributes:
         name: The name of the file.
-        num_rows: Its rows.
-        num_tokens: Their tokens without padding.
+        num_rows: The number of its rows.
+        num_tokens: The number of their tokens, without padding.
         num_bytes: The size of the file.
         checksum: The checksum of the file.
         rejected: Rows of the source that were not written, by reason.
@@ -75,7 +75,7 @@ class SavedShard:
 
     @property
     def num_read(self) -> int:
-        """Rows of the source: those that were written, and those that were not."""
+        """The number of rows of the source, written or not."""
         return self.num_rows + sum(self.rejected.values())
 
 
@@ -91,7 +91,7 @@ class SavedManifest:
         tokens: What is known of their tokenizer.
         shards: The files, in order.
         ledger: The balances of rows and tokens.
-        turns: How their conversations are written.
+        turns: How their conversations are rendered.
         aligned: Columns with values for every token.
     """
 
@@ -167,7 +167,7 @@ def is_saved(path: str | Path, storage_options: StorageOptions = None) -> bool:
     if storage.is_remote(path) and (
         any(c in str(path) for c in "*?[") or format_of(str(path)) is not None
     ):
-        # A pattern, or a URL that names a file, is not a folder: the server need not be asked.
+        # A pattern, or a URL of a file, is not a folder, which is clear without a request.
         return False
     return storage.exists(join(path, MANIFEST), storage_options)
 
@@ -176,7 +176,7 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
     """Reads the manifest of a saved folder.
 
     Raises:
-        CacheError: It is of another version, damaged, or no manifest.
+        CacheError: It is of another version, damaged, or not a manifest.
     """
     path = join(folder, MANIFEST)
     try:
@@ -237,7 +237,7 @@ class _Ledger(TypedDict):
 
 
 class _Shape(TypedDict):
-    """A manifest, as `SavedManifest.to_json` writes it."""
+    """A manifest, as written by `SavedManifest.to_json`."""
 
     fingerprint: str
     format: Literal["parquet", "arrow", "jsonl"]
@@ -246,7 +246,7 @@ class _Shape(TypedDict):
     num_rows: int
     num_tokens: int
     tokens: TokenInfo | None
-    turns: NotRequired[Turns]  # written for conversations since it is exported with the model
+    turns: NotRequired[Turns]  # only for conversations, because it is exported with the model
     aligned: NotRequired[tuple[str, ...]]
     shards: tuple[SavedShard, ...]
     ledger: _Ledger
@@ -256,7 +256,7 @@ class SavedSource(Source):
     """The rows of a saved folder, in the columns and types they were saved with.
 
     Raises:
-        CacheError: A shard is missing or has another size than the manifest says.
+        CacheError: A shard is missing, or its size differs from the manifest.
     """
 
     def __init__(self, folder: str | Path, storage_options: StorageOptions = None) -> None:
@@ -319,8 +319,8 @@ class SavedSource(Source):
 def load_saved(path: str | Path, storage_options: StorageOptions = None) -> SavedSource:
     """Returns the rows that `save()` wrote to `path`, in their columns and types.
 
-    A `DatasetConfig(data_files=path)` reads the same rows in a Pipeline, where `tokenize()` leaves
-    tokens as they are.
+    A `DatasetConfig(data_files=path)` reads the same rows in a Pipeline, in which `tokenize()` does
+    not change tokens.
 
     Args:
         path: A folder or URL, also `hf://datasets/user/name`.
@@ -328,7 +328,7 @@ def load_saved(path: str | Path, storage_options: StorageOptions = None) -> Save
 
     Raises:
         MissingFileError: There is no complete saved folder, or a shard is missing.
-        CacheError: A shard has another size than its manifest says, or the manifest is of another
+        CacheError: The size of a shard differs from the manifest, or the manifest is of another
             version.
     """
     if is_saved(path, storage_options):
@@ -356,7 +356,7 @@ def load_saved(path: str | Path, storage_options: StorageOptions = None) -> Save
 
 
 def _check_size(path: str, num_bytes: int, storage_options: StorageOptions) -> None:
-    """Raises an error where a shard is missing or has another size."""
+    """Raises an error if a shard is missing or has a different size."""
     size = storage.size_of(path, storage_options)
     if size is None:
         raise MissingFileError(

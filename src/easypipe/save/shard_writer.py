@@ -37,7 +37,7 @@ def open_writer(
     """Opens a file, or a sink that stays open, and yields a function that writes a batch.
 
     Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8,
-    one object a line).
+    one object per line).
     """
     if format == "parquet" and holds_lists_of_integers(schema):
         with _binary_sink(sink) as file:
@@ -45,8 +45,8 @@ def open_writer(
             yield lists.write
             lists.close()
     elif format == "parquet":
-        # Tokens are nearly uniform words: a dictionary costs time and makes files larger. Names of
-        # datasets are the opposite.
+        # Tokens are distributed nearly uniformly: a dictionary costs time and makes files larger.
+        # Names of datasets are the opposite.
         dictionary = [SOURCE] if SOURCE in schema.names else False
         options: Any = {"use_dictionary": dictionary, "write_statistics": False}
         with (
@@ -92,7 +92,7 @@ def _packed(file: Any, compression: str) -> Iterator[Any]:
     if compression == "none":
         yield file
     elif compression == "gzip":
-        # no date, so that the same rows give the same bytes
+        # without a date, so that the same rows make the same bytes
         with gzip.GzipFile(
             filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0
         ) as packed:
@@ -104,7 +104,7 @@ def _packed(file: Any, compression: str) -> Iterator[Any]:
 
 def _lines(batch: pa.RecordBatch) -> bytes:
     """Returns a batch as lines of JSON."""
-    # A Python object for every row is the price of text: for speed there are parquet and arrow.
+    # Text needs a Python object for every row: for speed there are parquet and arrow.
     rows = batch.to_pylist()
     return "".join(
         json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"

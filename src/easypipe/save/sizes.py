@@ -1,12 +1,12 @@
 """Plans how many rows each saved file holds: by number, default size, or bytes measured by samples.
 
-Edges follow from the rows alone, so that every run cuts the same shards. Sizes on disk are those of
-the very format and codec that will write them.
+Edges depend only on the rows, so that every run cuts the same shards. Sizes on disk are measured
+with the format and codec of the files.
 
 In this file:
-    block: Neighbouring rows of about a megabyte of values; some blocks are written to memory.
-    ratio: Bytes in a file over bytes of values; a block that is not sampled takes the ratio of the
-        last one that was.
+    block: Consecutive rows of about a megabyte of values; some blocks are written to memory.
+    ratio: Bytes in a file over bytes of values; a block that is not sampled has the ratio of the
+        last sampled one.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ log = logging.getLogger("easypipe")
 LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 16 << 20, 500 << 20
 BATCH_BYTES = 16 << 20  # bytes of one row group or record batch, before compression
 BLOCK_BYTES = 1 << 20
-BLOCK_ROWS = 4096  # the most rows of a block, since their sizes are held in memory
+BLOCK_ROWS = 4096  # the most rows of a block, because their sizes are held in memory
 SAMPLES = 16  # the fewest samples of each shard
-EXACT_BYTES = 4 << 20  # of values: shards of fewer bytes are tried out whole
+EXACT_BYTES = 4 << 20  # of values: smaller shards are written to memory as a whole
 TRIALS = 12  # attempts to find how many rows such a shard takes
 NEAR = 0.97  # this share of the room is full enough
 EXACT_FILL = 0.99
-LEAST_RATIO = 1e-6  # the ratio for rows that take nothing
-# the share of the limit that is planned for: what samples do not show seldom exceeds it
+LEAST_RATIO = 1e-6  # the ratio for rows that take no space
+# the share of the limit that is planned; errors of samples seldom exceed the rest
 FILL = 0.96
-# A shard must have room for so many files without rows; in less, its size says nothing about rows.
+# A shard must have room for this many files without rows: smaller sizes say nothing about rows.
 LEAST_FILES = 4
 
-# functions that give the lengths of a column's values, with the types that they take
+# functions that return the lengths of a column's values, with the types that they take
 LENGTHS = {
     "list_value_length": (pa.types.is_list, pa.types.is_large_list),
     "binary_length": (
@@ -54,7 +54,7 @@ LENGTHS = {
 }
 
 Edges = Int64  # [shards + 1] row numbers
-# (first row, bytes of each row from there on), in order
+# (first row, bytes of each row from that one on), in order
 Sizes = Iterable[tuple[int, NDArray[np.float64]]]
 
 
@@ -68,9 +68,9 @@ def plan_shards(
 ) -> tuple[Edges, str]:
     """Returns the rows at which shards begin and end, and which option decided that.
 
-    `num_shards` alone distributes the rows evenly. `max_bytes` alone fills file after file up to
-    that size on disk. With both, the one that makes more shards decides. With neither, a shard
-    takes an eighth of the data, before compression.
+    With only `num_shards`, rows are distributed evenly. With only `max_bytes`, file after file is
+    filled up to that size on disk. With both, the option that makes more shards decides. With
+    neither, a shard has an eighth of the data, before compression.
 
     Raises:
         ConfigError: There are fewer rows than shards, or `max_bytes` cannot hold a file of these
@@ -128,14 +128,14 @@ def count_rows(shards: Sequence[Shard]) -> int:
 def default_shard_bytes(shards: Sequence[Shard]) -> int:
     """Returns an eighth of the bytes of the data, within bounds.
 
-    It follows from the data alone, never from the machine.
+    It depends only on the data, never on the machine.
     """
     eighth = sum(shard.num_bytes for shard in shards) // 8
     return min(max(eighth, LEAST_SHARD_BYTES), MOST_SHARD_BYTES)
 
 
 def edges_by_size(sizes: Sizes, total: int, limit: float) -> Edges:
-    """Fills shards with rows up to `limit`; a row above the limit has a shard of its own."""
+    """Fills shards with rows up to `limit`; a row above the limit has a separate shard."""
     edges, room = [0], limit
     for base, block in sizes:
         at = 0
@@ -153,7 +153,7 @@ def edges_by_size(sizes: Sizes, total: int, limit: float) -> Edges:
 
 
 def edges_by_bytes(num_bytes: Sequence[float], rows: Sequence[int], num_shards: int) -> Edges:
-    """Returns the edges of so many shards of about equal bytes, none of them without a row.
+    """Returns the edges of `num_shards` shards of about equal bytes, each with at least one row.
 
     Args:
         num_bytes: The bytes that all rows before each of `rows` take, from 0 to all.
@@ -162,15 +162,15 @@ def edges_by_bytes(num_bytes: Sequence[float], rows: Sequence[int], num_shards: 
     """
     ranks = np.arange(num_shards + 1)
     even = np.interp(num_bytes[-1] * ranks / num_shards, num_bytes, rows).astype(np.int64)
-    even[0], even[-1] = 0, rows[-1]  # rows may have no bytes at all
+    even[0], even[-1] = 0, rows[-1]  # rows may have no bytes
     spread = np.maximum.accumulate(even - ranks) + ranks
     return np.maximum(np.minimum(spread, rows[-1] - num_shards + ranks), 0)
 
 
 def batches(source: ShardedSource, start: int, stop: int) -> Iterator[Scan]:
-    """Yields rows `start` to `stop` of the whole source as they are written.
+    """Yields rows `start` to `stop` of the whole source, for writing.
 
-    A batch has about BATCH_BYTES, judged by the first rows.
+    A batch has about BATCH_BYTES, estimated from the first rows.
     """
     step = _rows_of(BATCH_BYTES, source, start, stop)
     for _, shard, a, b in _pieces(source.shards, start, stop, step):
@@ -190,7 +190,7 @@ def _pieces(
 
 
 def _rows_of(num_bytes: int, source: ShardedSource, start: int, stop: int) -> int:
-    """Returns about how many rows have so many bytes of values, judged by the first ones."""
+    """Returns about how many rows have `num_bytes` of values, estimated from the first ones."""
     for _, shard, a, b in _pieces(source.shards, start, stop, 64):
         probe = source.read(shard, a, b)
         if probe.num_rows:
@@ -203,8 +203,8 @@ def _blocks(
 ) -> Iterator[tuple[int, NDArray[np.float64], tuple[int, int, int]]]:
     """Yields all rows, block by block: (first row, bytes of the values of each row, what to read).
 
-    Rows that a source refuses take no bytes, but keep their place. Sources that know
-    `bytes_per_row` are not read for their sizes.
+    Rows that a source rejects take no bytes, but keep their place. Sources with `bytes_per_row` are
+    not read for their sizes.
     """
     constant = info_of(source).bytes_per_row
     step = min(BLOCK_ROWS, _rows_of(BLOCK_BYTES, source, 0, total))
@@ -242,7 +242,7 @@ class DiskSizes:
             (the edges, the bytes that all rows before some row numbers take, those row numbers).
 
         Raises:
-            ConfigError: `max_bytes` is too little for a file of this format.
+            ConfigError: `max_bytes` is too small for a file of this format.
         """
         least = LEAST_FILES * self.empty
         require(
@@ -275,7 +275,7 @@ class DiskSizes:
         return edges, taken, known
 
     def _probe(self, total: int) -> tuple[float, float]:
-        """Returns (bytes of values of a row, ratio), from the first block."""
+        """Returns (bytes of a row's values, ratio), from the first block."""
         for _, sizes, place in _blocks(self.source, total):
             if sizes.any():
                 return float(sizes.mean()), self._ratio(sizes, place)
@@ -287,7 +287,7 @@ class DiskSizes:
         return max(written / float(sizes.sum()), LEAST_RATIO)
 
     def _estimates(self, total: int, sample_every: float) -> Sizes:
-        """Yields the estimated bytes on disk of all rows, with samples at this distance."""
+        """Yields the estimated bytes on disk of all rows, with a sample every so many bytes."""
         ratio, unseen = 1.0, float("inf")
         for first, sizes, place in _blocks(self.source, total):
             unseen += float(sizes.sum())
@@ -298,7 +298,7 @@ class DiskSizes:
     def _fitting(self, start: int, total: int, guess: int, room: float) -> tuple[int, float]:
         """Returns (rows from `start` that fill `room` to within a few hundredths, their bytes).
 
-        The guess is corrected by the bytes that it was measured to take. There is at least one row.
+        The guess is corrected by its measured bytes. The result has at least one row.
         """
         most = total - start
         low, low_bytes, high = 0, 0.0, most + 1  # `low` rows fit, `high` do not

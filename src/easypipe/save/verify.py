@@ -1,6 +1,6 @@
-"""Verifies saved folders, their packed rows too; passes caches and checkpoints to their verifiers.
+"""Verifies saved folders and their packed rows; passes caches and checkpoints to their verifiers.
 
-Nothing is changed here; stages/prepare.py repairs what is found.
+It changes nothing; stages/prepare.py repairs what is found.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ CHECKPOINT = "checkpoint"
 
 
 def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Verification, ...]:
-    """Verifies everything below `path`, reading every byte.
+    """Verifies everything in `path`, reading every byte.
 
     Args:
         path: A token cache (its folder, or one manifest in it); a saved folder, or a folder of
-            saved folders; or the output_dir of a run, its folder of checkpoints, or one of these.
+            saved folders; or the output_dir of a run, its folder of checkpoints, or one of them.
         storage_options: Passed to fsspec, for a remote path.
 
     Raises:
-        ConfigError: There is nothing that can be verified.
+        ConfigError: There is nothing to verify.
     """
     text = str(path)
     place = cache_folder_of(path, storage_options)
@@ -73,9 +73,9 @@ def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Ve
 def cache_folder_of(
     path: str | Path, storage_options: StorageOptions = None
 ) -> tuple[CacheFolder, str | None] | None:
-    """Returns (the token cache that `path` is or has a manifest of, the key of that manifest).
+    """Returns (the token cache at `path`, the key of the manifest if `path` is one).
 
-    None where `path` is not a token cache.
+    It is None if `path` is not a token cache.
     """
     text = place_of(path)
     root, _, name = text.rpartition("/manifests/")
@@ -111,7 +111,7 @@ def _checkpoint(folder: Path) -> Verification:
 
 
 def _saved_folders(path: str, storage_options: StorageOptions) -> list[str]:
-    """Returns the saved folders that `path` is or holds."""
+    """Returns the saved folders at or in `path`."""
     below = storage.names_in(path, storage_options)
     if saved.MANIFEST in below or RUN in below:
         return [path]
@@ -206,7 +206,7 @@ def _saved_rows(
 
 
 def _wrong_slots(batch: pa.RecordBatch, told: TokenInfo, path: str) -> Iterator[Problem]:
-    """Yields problems where packed rows have other slots or padding than the manifest says."""
+    """Yields problems if packed rows differ from the manifest in slots or padding."""
     ids = batch.column(INPUT_IDS)
     sizes = ids.value_lengths().unique().to_pylist()
     if told.seq_length is not None and sizes != [told.seq_length]:

@@ -1,4 +1,4 @@
-"""Writes one dataset into one folder by threads, the manifest last; SavedFolder is the outcome."""
+"""Writes one dataset into one folder with threads, the manifest last; SavedFolder is the result."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class SavedFolder:
         dataset: The name of the dataset.
         path: The folder.
         manifest: Its manifest.
-        num_read: Rows of the source.
-        resumed_shards: Shards that were found finished.
-        up_to_date: Whether all of them were, so that nothing was written.
+        num_read: The number of rows of the source.
+        resumed_shards: The number of shards that were already finished.
+        up_to_date: Whether all were already finished, so that nothing was written.
         seconds: How long it took.
         decided_by: The option that decided the number of shards: `num_shards`, `max_shard_size` or
-            `default`; None where an earlier run planned them.
+            `default`; None if an earlier run planned them.
     """
 
     dataset: str
@@ -90,7 +90,7 @@ class SavedFolder:
         return self.manifest.num_bytes
 
     def enter(self, ledger: Ledger) -> None:
-        """Adds the balance of what was read and written to the ledger, and what it took."""
+        """Adds the balance of what was read and written, and its time and size, to the ledger."""
         ledger.add(
             "save",
             self.dataset,
@@ -121,8 +121,8 @@ class Rows(NamedTuple):
         source: The rows.
         fingerprint: Their identity.
         tokens: What is known of their tokenizer.
-        turns: How their conversations are written.
-        ledger: Returns the ledger of what led to these rows; it is called when they are written.
+        turns: How their conversations are rendered.
+        ledger: Returns the ledger up to these rows; it is called when they are written.
         aligned: Columns with values for every token.
     """
 
@@ -142,7 +142,7 @@ def write_folder(target: Target, rows: Rows, progress: ProgressListener) -> Save
         StorageError: Writing fails.
     """
     with contextlib.ExitStack() as stack:
-        if not storage.is_remote(target.folder):  # no lock works there: see Run.claim
+        if not storage.is_remote(target.folder):  # remote folders have no locks: see Run.claim
             folder = Path(os.path.expanduser(target.folder.removeprefix("file://")))
             stack.enter_context(locks.saving(folder))
         return _write_folder(target, rows, progress)
@@ -203,7 +203,7 @@ def _write_folder(target: Target, rows: Rows, progress: ProgressListener) -> Sav
     # Seconds are left out, so that the same rows make the same folder.
     balance = {"entries": ledger.to_json()["entries"]}
     manifest = dataclasses.replace(folder.manifest, ledger=balance)
-    # before the manifest, which is the commit
+    # written before the manifest, which is the commit
     write_card(target.folder, manifest, config.storage_options)
     if not up_to_date:
         run.commit(manifest)
@@ -226,7 +226,7 @@ def _identities(config: SaveStageConfig, rows: Rows) -> tuple[str, str | None]:
 
 
 def _check_sizes(target: Target, shards: Sequence[SavedShard]) -> None:
-    """Warns where samples misjudged the data; a row above the limit cannot be cut."""
+    """Warns if samples misjudged the data; a row above the limit cannot be cut."""
     limit = max_bytes_of(target.config) or float("inf")
     above = [
         shard for shard in shards if shard.num_rows > 1 and shard.num_bytes > TOLERANCE * limit
@@ -242,7 +242,7 @@ def _check_sizes(target: Target, shards: Sequence[SavedShard]) -> None:
 
 
 class _Writing:
-    """The shards of one folder, written some at a time; each is committed when it ends."""
+    """The shards of one folder, written several at a time; each is committed when finished."""
 
     def __init__(
         self,
@@ -260,13 +260,13 @@ class _Writing:
             for i in range(count)
         }
         self.cores = min(os.cpu_count() or 1, 8)
-        # So many threads encode rows; others wait for the disk or the store meanwhile.
+        # This many threads encode rows; others wait for the disk or the store.
         self.at_work = threading.Semaphore(self.cores)
         self.stop, self.lock = threading.Event(), threading.Lock()
         self.done = self.num_bytes = 0
 
     def run_all(self) -> tuple[tuple[SavedShard, ...], int]:
-        """Returns every shard in order, and how many of them were found finished."""
+        """Returns every shard in order, and how many of them were already finished."""
         shards = self.run.finished(list(self.rows))
         resumed = len(shards)
         missing = [name for name in self.rows if name not in shards]
@@ -274,7 +274,7 @@ class _Writing:
         pool = Threads(self.cores + 2, thread_name_prefix="easypipe-save")
         try:
             shards |= zip(missing, pool.map(self._write, missing), strict=True)
-        # Also at Ctrl-C, the writers stop at their next batch, and what is committed stays.
+        # Also on Ctrl-C: the writers stop at their next batch, and what is committed is kept.
         except BaseException:
             self.stop.set()
             raise

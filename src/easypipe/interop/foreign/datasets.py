@@ -12,7 +12,7 @@ from easypipe.transforms.chat.conversations import MESSAGE_FIELDS
 from easypipe.transforms.prompt.config import ROLES, SPEAKERS
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Keys of axolotl's datasets of messages that say which turns are trained.
+# Keys of axolotl's datasets of messages that say which turns are trained on.
 OF_TURNS = {
     "roles_to_train",
     "train_on_eos",
@@ -20,9 +20,9 @@ OF_TURNS = {
     "message_field_training",
     "message_field_training_detail",
 }
-# The length policy of text that the other tool parts into rows, where rows of ours are cut short.
+# The length policy for text that the other tool splits into rows and easypipe would cut.
 SPLIT = {"policy": "split"}
-# What axolotl does with rows that are too long, as our length policies.
+# What axolotl does with rows that are too long, as easypipe's length policies.
 EXCESS = {"drop": "drop", "truncate": "keep_start", "raise": "error"}
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz", ".zst")
 
@@ -45,8 +45,10 @@ def _from(name: str) -> JsonObject:
 
 
 def _rows_of(left: dict[str, str], at: str, one: JsonObject) -> JsonObject:
-    """Where an entry of a list of datasets has its rows: `data_files`, one or several, of this
-    machine or of a dataset of the Hub; else a dataset of the Hub, or files. at: the entry.
+    """Returns where the rows of an entry `at` of a list of datasets are.
+
+    They are in `data_files`, one or several, local or of a dataset of the Hub; else in a dataset of
+    the Hub, or in files.
     """
     path, files = str(one.get("path") or ""), one.get("data_files")
     dataset = _from(str(one["path"])) if not files else {}
@@ -75,7 +77,7 @@ def axolotl_test_datasets(key: Key) -> None:
 
 
 def _axolotl_rows(key: Key) -> list[JsonObject]:
-    """Returns datasets of a list of axolotl's; leaves their keys that have no counterpart."""
+    """Returns the datasets of axolotl's list; leaves out keys without a counterpart."""
     given, left = key.given, key.made.left
     found: list[JsonObject] = []
     for number, one in enumerate(key.value):
@@ -122,7 +124,7 @@ def _axolotl_rows(key: Key) -> list[JsonObject]:
 
 
 def preferred(one: JsonObject, *, judged: bool) -> JsonObject:
-    """Returns the prompt of a dataset of pairs, or of answers that are judged each for itself."""
+    """Returns the prompt of a dataset of pairs, or of answers that are judged one by one."""
     if judged:
         columns = {"input_columns": ["prompt"], "label_column": "completion"}
         return {"format_type": "prompt_completion", **columns, "desirable_column": "label"}
@@ -135,7 +137,7 @@ def preferred(one: JsonObject, *, judged: bool) -> JsonObject:
 
 
 def axolotl_pretraining(key: Key) -> None:
-    """Makes datasets of the text that axolotl streams."""
+    """Makes datasets from the text that axolotl streams."""
     given = [key.value] if isinstance(key.value, str | dict) else key.value
     found: list[JsonObject] = []
     for number, one in enumerate(
@@ -156,9 +158,9 @@ def axolotl_pretraining(key: Key) -> None:
 
 
 def _axolotl_keys(left: dict[str, str], at: str, one: JsonObject, *, flags: bool) -> JsonObject:
-    """Returns the part of a prompt that says by which keys messages name speakers and content.
+    """Returns the part of a prompt that names the keys of speakers and content in messages.
 
-    With `flags` it also says whether messages are trained.
+    With `flags` it also names the keys that say whether messages are trained on.
     """
     given = dict(one.get("message_property_mappings") or {})
     for name, key in (("role", "message_field_role"), ("content", "message_field_content")):
@@ -181,10 +183,10 @@ def _axolotl_keys(left: dict[str, str], at: str, one: JsonObject, *, flags: bool
 
 
 def _axolotl_turns(left: dict[str, str], at: str, one: JsonObject) -> JsonObject:
-    """Returns the part of a prompt that says whose turns are trained.
+    """Returns the part of a prompt that says which turns are trained on.
 
-    axolotl trains the turns of `roles_to_train` (the assistant's, where the key is not there) and
-    what ends them; the last message alone where both it and `train_on_eos` are empty.
+    axolotl trains on the turns of `roles_to_train` (without the key, those of the assistant) and
+    the tokens that end them; only on the last message if both it and `train_on_eos` are empty.
     """
     roles, ends = one.get("roles_to_train", ["assistant"]), one.get("train_on_eos", "turn")
     flagged = bool(one.get("message_field_training") or one.get("message_field_training_detail"))
@@ -205,7 +207,7 @@ def _axolotl_turns(left: dict[str, str], at: str, one: JsonObject) -> JsonObject
 
 
 def trl_datasets(key: Key) -> None:
-    """The list that `trl sft` reads beside or instead of dataset_name."""
+    """Makes datasets from the list that `trl sft` reads besides or instead of dataset_name."""
     found: list[JsonObject] = []
     for number, one in enumerate(key.value):
         at = f"{key.name}[{number}]"
@@ -236,7 +238,7 @@ def trl_test_split(key: Key) -> None:
 
 
 def mixture(key: Key) -> None:
-    """Makes datasets of TRL's `dataset_mixture`."""
+    """Makes datasets from TRL's `dataset_mixture`."""
     found: list[JsonObject] = []
     for one in key.value["datasets"]:
         dataset = _from(one["id"])
@@ -254,7 +256,7 @@ def mixture(key: Key) -> None:
 
 
 def _share(key: Key, split: str, share: float) -> str:
-    """Returns a split, or the share of its rows that TRL calls a weight."""
+    """Returns a split, or the fraction of its rows that TRL calls a weight."""
     percent = round(share * 100, 6)  # 0.07 * 100 is 7.000000000000001
     if percent == 100:
         return split
@@ -281,9 +283,9 @@ def mixer(key: Key) -> None:
 
 
 def listed(key: Key) -> None:
-    """Makes datasets of LLaMA-Factory's names.
+    """Makes datasets from LLaMA-Factory's names.
 
-    They stand in a dataset_info.json, which is not read.
+    They are defined in a dataset_info.json, which is not read.
     """
     names = key.value.split(",") if isinstance(key.value, str) else key.value
     folder = str(key.given.get("dataset_dir", "data"))
@@ -296,7 +298,7 @@ def listed(key: Key) -> None:
 
 
 def mixed(key: Key) -> None:
-    """Takes LLaMA-Factory's way of mixing several datasets."""
+    """Converts LLaMA-Factory's way of mixing several datasets."""
     names = {
         "concat": "all_exhausted",
         "interleave_once": "all_exhausted",
@@ -323,7 +325,7 @@ def probabilities(key: Key) -> None:
 
 
 def thinking(key: Key) -> None:
-    """Takes LLaMA-Factory's switch of a template's thoughts."""
+    """Converts LLaMA-Factory's switch for the reasoning of a template."""
     key.made.dataset["chat_template_kwargs"] = {"enable_thinking": key.value}
     key.say(f"chat_template_kwargs of each dataset: {{enable_thinking: {key.value}}}")
     if not key.value:
@@ -332,7 +334,7 @@ def thinking(key: Key) -> None:
 
 
 def described(key: Key) -> None:
-    """Makes a dataset of a file of LLaMA-Factory that says where the rows are, and is not read."""
+    """Makes a dataset from a LLaMA-Factory file that says where the rows are; it is not read."""
     _sources(key, [{"data_files": str(key.value)}])
     key.leave(f"{key.value} says where the rows are, and is not read: name their files")
 
@@ -370,7 +372,7 @@ def trained(key: Key) -> None:
 
 
 def history(key: Key) -> None:
-    """LLaMA-Factory's switch that leaves all answers but the last untrained."""
+    """Converts LLaMA-Factory's switch for training only on the last answer."""
     if key.value:
         key.made.dataset["train_on"] = "last_assistant"
         key.say("train_on: last_assistant")

@@ -1,4 +1,4 @@
-"""What follows from several keys of another tool's config or none: defaults, columns by loss."""
+"""What follows from several keys or none of another tool's config: defaults, columns by loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def finish(made: ForeignConfig, tool: str, given: Json) -> None:
             "multiply it by their number"
         )
     if "steps" in made.config.get("train", {}):
-        load["num_epochs"] = None  # the steps go before the number of epochs
+        load["num_epochs"] = None  # the steps override the number of epochs
     else:
         load.setdefault("num_epochs", 1 if tool == "axolotl" else 3)
     if given.get("save_strategy") in ("no", False):
@@ -57,7 +57,7 @@ _ROWS_OF = (
 
 
 def _mixture(made: ForeignConfig, given: Json) -> None:
-    """Makes several datasets end, as they do there, where rows of all are in one list."""
+    """Makes several datasets end, because the other tool concatenates their rows."""
     datasets = made.config.get("data", {}).get("datasets", ())
     mix = made.part("data.mix")
     if len(datasets) > 1 and "stop_strategy" not in mix:
@@ -73,7 +73,7 @@ def _mixture(made: ForeignConfig, given: Json) -> None:
 
 
 def _dataset(made: ForeignConfig, tool: str, given: Json, dataset: JsonObject) -> None:
-    """Sets what all datasets have, and the columns that a way of training reads."""
+    """Sets the common fields of datasets, and the columns that the training loss reads."""
     if tool == "trl" and not {"content_field", "prompt"} & {*dataset, *made.dataset}:
         made.left[f"{next(one for one in _ROWS_OF if one in given)}, their columns"] = (
             "theirs finds them in the rows, and here they are guessed: look at content_field or "
@@ -103,12 +103,12 @@ def _dataset(made: ForeignConfig, tool: str, given: Json, dataset: JsonObject) -
 
 @dataclass(frozen=True)
 class _Defaults:
-    """What a tool takes where its file says nothing.
+    """The defaults of a tool.
 
     Attributes:
-        batch: The key that says how many rows a device has, and its default.
-        length: Most tokens of a row.
-        rate: The learning rate, and the one where preferences are trained; None: it must be given.
+        batch: The key for the number of rows per device, and its default.
+        length: The most tokens of a row.
+        rate: The learning rate, and that of preference training; None: it must be given.
         lora: Options of adapters.
     """
 
@@ -118,7 +118,7 @@ class _Defaults:
     lora: JsonObject
 
 
-_PEFT_TARGETS = ["query", "value"]  # PEFT's own for decoders of the Llama kind
+_PEFT_TARGETS = ["query", "value"]  # PEFT's default for Llama-like decoders
 _DEFAULTS = {
     "axolotl": _Defaults(("micro_batch_size", 1), 512, None, {"targets": _PEFT_TARGETS}),
     "trl": _Defaults(
@@ -134,7 +134,7 @@ _LENGTHS = ("sequence_len", "max_length", "max_seq_length", "cutoff_len")
 
 
 def _length(made: ForeignConfig, tool: str, given: Json) -> None:
-    """Sets the other tool's default of a row's length, and which datasets it parts into rows."""
+    """Sets the other tool's default length of a row, and which datasets it splits into rows."""
     if not any(name in given for name in _LENGTHS):
         made.part("data.pack", make=True)["seq_length"] = _DEFAULTS[tool].length
         made.part("data.tokenize", make=True)["max_length"] = _DEFAULTS[tool].length
@@ -143,7 +143,7 @@ def _length(made: ForeignConfig, tool: str, given: Json) -> None:
 
 
 def _lora(made: ForeignConfig, tool: str) -> None:
-    """Sets the other tool's defaults of adapters."""
+    """Sets the other tool's defaults for adapters."""
     if "lora" not in made.config.get("train", {}):
         return
     options = made.part("train.lora")
@@ -154,7 +154,7 @@ def _lora(made: ForeignConfig, tool: str) -> None:
 
 
 def _evaluation(made: ForeignConfig, given: Json) -> None:
-    """Sets evaluation every so many steps where `eval_strategy` says so; the default is never."""
+    """Sets evaluation by steps if `eval_strategy` says so; the default is never."""
     train = made.part("train", make=True)
     if given.get("eval_strategy", given.get("evaluation_strategy")) == "steps":
         train.setdefault("eval_every", train.get("log_every", 500))
@@ -163,7 +163,7 @@ def _evaluation(made: ForeignConfig, given: Json) -> None:
 
 
 def _optimizer(made: ForeignConfig, tool: str) -> None:
-    """Sets the other tool's defaults wherever easypipe's would differ."""
+    """Sets the other tool's defaults if easypipe's differ."""
     options = made.part("train.optimizer", make=True)
     name = options.get("name", "adamw")
     for option, value in {"weight_decay": 0.0, "beta2": 0.999}.items():
@@ -187,7 +187,7 @@ def _optimizer(made: ForeignConfig, tool: str) -> None:
 
 
 def _pack_answers(made: ForeignConfig, given: Json, *, pairs: bool) -> None:
-    """Packs whole answers into rows, where the other tool pads each."""
+    """Packs whole answers into rows; the other tool pads each."""
     pack = made.part("data.pack", make=True)
     pack.pop("enabled", None)
     pack |= {"strategy": "first_fit", "oversize": "drop"}

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from easypipe.core.values import Json, JsonObject, JsonValue
 from easypipe.train.config import SMOOTHED, UNPAIRED, PreferenceLoss
 
-# easypipe's projections by the names that PEFT's configs have
+# easypipe's projections by their names in PEFT's configs
 PROJECTIONS = {
     "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output",
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
@@ -33,7 +33,7 @@ SCHEDULES = {
     "warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine",
 }  # fmt: skip
 NO_DROPOUT = "adapters have no dropout"
-# losses of train.preference by what axolotl (`rl`) and LLaMA-Factory (`stage`) call them
+# losses of train.preference by their names in axolotl (`rl`) and LLaMA-Factory (`stage`)
 WAYS = {
     "dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto", "rm": "reward",
 }  # fmt: skip
@@ -41,12 +41,12 @@ WAYS = {
 
 @dataclass
 class ForeignConfig:
-    """A config of easypipe, made of one of another tool.
+    """A config of easypipe, made from one of another tool.
 
     Attributes:
-        config: What `RunConfig.load` takes.
-        carried: By key of the other tool, what it became, in words.
-        left: By key of the other tool, why nothing stands for it, or what differs.
+        config: The config, for `RunConfig.load`.
+        carried: For each key of the other tool, what it became, in words.
+        left: For each key of the other tool, why it has no equivalent, or what differs.
         dataset: The fields that all datasets have.
     """
 
@@ -56,7 +56,7 @@ class ForeignConfig:
     dataset: JsonObject = field(default_factory=dict)
 
     def part(self, path: str, *, make: bool = False) -> JsonObject:
-        """Returns what stands at a key path so far; with `make`, a new section if there is none."""
+        """Returns the section at a key path; with `make`, a missing one is created."""
         inner = self.config
         for name in path.split("."):
             inner = inner.setdefault(name, {}) if make else inner.get(name, {})
@@ -83,11 +83,11 @@ class Key:
         self.say(f"{path}: {value}")
 
     def put_part(self, path: str) -> None:
-        """Sets a section of easypipe's config, with what stands in it so far."""
+        """Adds a section to easypipe's config, and keeps what it already has."""
         self.put(path, self.made.part(path))
 
     def say(self, text: str) -> None:
-        """Notes what the key became, beside what it became so far."""
+        """Adds a note about what the key became."""
         carried = self.made.carried
         carried[self.name] = f"{carried[self.name]}, {text}" if self.name in carried else text
 
@@ -108,7 +108,7 @@ Rule = Callable[[Key], None]
 
 
 def to(*paths: str) -> Rule:
-    """Returns a rule that takes the value as it is."""
+    """Returns a rule that takes the value unchanged."""
 
     def rule(key: Key) -> None:
         for path in paths:
@@ -118,9 +118,9 @@ def to(*paths: str) -> Rule:
 
 
 def whole(path: str, none: str = "") -> Rule:
-    """Returns a rule for a number that has to be whole; a share of something is left.
+    """Returns a rule for a number that must be an integer; a fraction is left out.
 
-    `none` is what 0 and less say, where easypipe does the same without it.
+    `none` is the note for 0 and less, which easypipe's default already means.
     """
 
     def rule(key: Key) -> None:
@@ -142,20 +142,20 @@ def leave(reason: str) -> Rule:
 
 
 def off(reason: str) -> Rule:
-    """Returns a rule that leaves the key where it is switched on, and skips it where it is off."""
+    """Returns a rule that reports the key as left out if it is on, and skips it if it is off."""
     nothing = (False, 0, "no", "none", "None", [], {})
     return lambda key: key.off() if key.value in nothing else key.leave(reason)
 
 
 def to_if_on(path: str) -> Rule:
-    """Returns a rule that takes a number where it is switched on, and skips it where it is off."""
+    """Returns a rule that takes a number if it is switched on, and skips it if it is off."""
     return lambda key: key.put(path) if key.value else key.off()
 
 
 def always(text: str) -> Rule:
-    """Returns a rule for what easypipe does anyway.
+    """Returns a rule for what easypipe always does.
 
-    The key is left where the other tool does not do it.
+    The key is left out if it is switched off.
     """
     return lambda key: (
         key.carry(text) if key.value else key.leave(f"is off there, and here: {text}")
@@ -184,7 +184,7 @@ length = to("data.pack.seq_length", "data.tokenize.max_length")
 
 
 def schedule_options(key: Key) -> None:
-    """Takes the options of a schedule, an object or its JSON: where it ends, and how."""
+    """Converts the options of a schedule, an object or its JSON: where it ends, and how."""
     names = {
         "min_lr_rate": "final_fraction", "min_lr_ratio": "final_fraction", "power": "power",
         "num_decay_steps": "cooldown_steps",
@@ -223,7 +223,7 @@ def remat(key: Key) -> None:
 
 
 def peft(key: Key) -> None:
-    """Takes LLaMA-Factory's `peft_config`, a mapping."""
+    """Converts LLaMA-Factory's `peft_config`, a mapping."""
     names = {"r": "rank", "lora_alpha": "alpha"}
     if (key.value or {}).get("name") != "lora":
         key.unknown(": {name: lora} is")
@@ -253,16 +253,16 @@ def adapter(key: Key) -> None:
 
 
 def new_tokens(key: Key) -> None:
-    if isinstance(key.value, str):  # LLaMA-Factory's, with commas between
+    if isinstance(key.value, str):  # LLaMA-Factory's, separated by commas
         key.put("model.add_tokens", [one.strip() for one in key.value.split(",")])
     elif isinstance(key.value, Sequence):
         key.put("model.add_tokens")
-    else:  # older configs have another type here
+    else:  # older configs have a different type here
         key.leave("the tokenizer's own are taken; see model.add_tokens")
 
 
 def with_adapters(rule: Rule) -> Rule:
-    """Returns a rule that applies where adapters are trained, and does nothing elsewhere."""
+    """Returns a rule that applies only if adapters are trained."""
 
     def asked(key: Key) -> None:
         said = (key.given.get(name) for name in ("adapter", "use_peft", "finetuning_type"))
@@ -279,7 +279,7 @@ def lora(name: str) -> Rule:
 
 
 def _targets(key: Key) -> None:
-    """Takes the projections that get adapters."""
+    """Converts the projections that get adapters."""
     names = key.value.split(",") if isinstance(key.value, str) else key.value
     if not key.value:
         key.off()
@@ -371,13 +371,13 @@ def stage(key: Key) -> None:
 
 
 def way(given: Json) -> str | None:
-    """Returns the name of a config's way of training on preferences; None where it names none."""
+    """Returns the name of a config's preference loss; None if it names none."""
     said = given.get("rl") or given.get("stage")
     return None if said in (None, "sft", "pt") else str(said)
 
 
 def of_preferences(rule: Rule, *ways: str) -> Rule:
-    """Returns a rule that applies where preferences are trained in one of these ways, or in any."""
+    """Returns a rule that applies only to training with one of these preference losses, or any."""
 
     def asked(key: Key) -> None:
         name = way(key.given)
@@ -396,7 +396,7 @@ def of_preferences(rule: Rule, *ways: str) -> Rule:
 beta = to("train.preference.beta")
 
 
-# Keys of TRL's trainers that write answers and reward them.
+# Keys of TRL's trainers that generate answers and reward them.
 REWARDED = ("reward_funcs", "reward_weights", "num_generations", "use_vllm", "log_completions")
 NO_REWARDS = "no reinforcement learning is available here: no answers are written and rewarded"
 
@@ -413,7 +413,7 @@ def trl_beta(key: Key) -> None:
 
 
 def judged(path: str) -> Rule:
-    """TRL's weights of answers that are judged each for itself, which KTO alone has."""
+    """Returns a rule for TRL's weights of answers that are judged one by one, only in KTO."""
 
     def rule(key: Key) -> None:
         loss = key.given.get("loss_type", "kto")
@@ -443,7 +443,7 @@ def simpo_margin(key: Key) -> None:
 
 
 def reference(key: Key) -> None:
-    """Log-probs of the reference, computed before the first step where it is on."""
+    """Converts the switch for log-probs of the reference, computed before the first step."""
     if key.value and key.given.get("loss_type") == "kto":
         key.leave("kto compares answers under other prompts, which change with the rows")
     elif key.value:

@@ -81,7 +81,7 @@ from easypipe.interop.foreign.rules import (
 def import_config(tool: str, path: str | Path) -> ForeignConfig:
     """Returns a config of `tool` ("axolotl", "trl", "llamafactory") as one of easypipe.
 
-    Every key of the file is carried or left; none is dropped.
+    Every key of the file is carried over or reported as left out.
 
     Raises:
         ConfigError: The tool is unknown, the file is not a mapping, or it names no model or no rows
@@ -120,7 +120,7 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
 
 
 def lines_left(made: ForeignConfig, path: Path) -> list[str]:
-    """Returns what is left, by the line of its key in the file."""
+    """Returns what is left out, in the order of its keys' lines in the file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found: list[tuple[int, str]] = []
     for key, why in made.left.items():
@@ -132,7 +132,7 @@ def lines_left(made: ForeignConfig, path: Path) -> list[str]:
 
 
 def written(made: ForeignConfig, tool: str, path: Path) -> str:
-    """Returns the YAML of a config, with what is left in comments above it."""
+    """Returns the YAML of a config, with what is left out in comments above it."""
     comments = [f"# Made of {tool}'s {path.name} by `easypipe import`."]
     if made.left:
         comments.append("# Check these keys, which are not converted, or change their meaning:")
@@ -155,7 +155,7 @@ _QUANTIZED = "quantized weights are not known here: they stay in model.dtype"
 
 
 def strategy_of_excess(key: Key) -> None:
-    """Axolotl's ways with rows that are too long; `datasets` reads it too."""
+    """Converts what axolotl does with rows that are too long; `datasets` also reads the key."""
     if key.value in EXCESS:
         key.carry("in length of the datasets of conversations")
     else:
@@ -163,7 +163,7 @@ def strategy_of_excess(key: Key) -> None:
 
 
 def strategy_of_packing(key: Key) -> None:
-    """TRL's ways of packing, of which two keep all of a text that is longer than a row."""
+    """Converts TRL's packing strategies; two of them keep all of a text longer than a row."""
     if key.value in ("bfd", "bfd_split"):
         key.carry("data.pack.strategy: first_fit")
     elif key.value == "wrapped" and key.given.get("packing"):
