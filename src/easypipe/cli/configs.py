@@ -113,7 +113,7 @@ def of_images(config: Path, overrides: list[str]) -> bool:
 
 
 def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
-    """Returns the data and the held-out data of a run config, or a pipeline config alone.
+    """Returns the data and the held-out data of a run config, or only a pipeline config.
 
     The model is not read: preparing data needs no jax.
 

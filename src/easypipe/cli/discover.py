@@ -28,7 +28,7 @@ Columns = Annotated[
     typer.Option(
         "--column",
         metavar="PART=COLUMN",
-        help=f"Use this column as a part of each row: {EXAMPLES['--column']}; may be repeated.",
+        help=f"Use a column as a part of rows, such as {EXAMPLES['--column']}; may be repeated.",
     ),
 ]
 Roles = Annotated[
@@ -36,7 +36,7 @@ Roles = Annotated[
     typer.Option(
         "--role",
         metavar="NAME=ROLE",
-        help=f"Map a speaker's name to a role: {EXAMPLES['--role']}; may be repeated.",
+        help=f"Map a speaker's name to a role, such as {EXAMPLES['--role']}; may be repeated.",
     ),
 ]
 

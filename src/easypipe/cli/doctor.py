@@ -55,7 +55,7 @@ def doctor(
 ) -> None:
     """Check your machine and your data. It tests easypipe's guarantees (determinism, exact resume,
     conservation of tokens, isolation of documents) and shows an example of each failure; the exit
-    code is then 1. Its temporary files are deleted.
+    code is 1 if there is one. Its temporary files are deleted.
     """
     require(
         machine or config is not None,

@@ -78,7 +78,7 @@ def masks(
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which tokens of a chat template are trained on. In the conversations that it shows, text
+    """Show which tokens are trained on with a chat template. It prints conversations, in which text
     that is trained on is green; masked text is dim and in ⟦ ⟧. It says whether the mask is proven;
     the exit code is 1 if that of a conversation of --messages is not.
     """

@@ -64,7 +64,7 @@ def runs(
 def _folders(folder: Path) -> Iterator[Path]:
     """Yields the folders that hold a run, by name, without looking into runs.
 
-    A run.yaml alone is the config of a project, whose runs may be in the same folder.
+    A folder with only a run.yaml is that of a project, whose runs may be in it.
     """
     for path, names, files in os.walk(folder):
         if "metrics.jsonl" in files or {"run.yaml", "versions.json"} <= set(files):

@@ -48,7 +48,7 @@ def verify(
     overrides: Overrides = None,
 ) -> None:
     """Check the files at PATH, and repair them with --repair. It checks counts, checksums, columns,
-    manifest and tokenizer, and names each broken file; the exit code is then 1.
+    manifest and tokenizer, and names each broken file; the exit code is 1 if there is one.
     """
     from easypipe.cli.configs import described
     from easypipe.save import verify as check

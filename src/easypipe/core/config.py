@@ -98,7 +98,7 @@ def config(cls: type[T]) -> type[T]:
             validate(self, **values)
         except pydantic.ValidationError as error:
             raise _readable(error, made) from None
-        # kept beside the object, whose attributes are its options and nothing else
+        # stored outside the object, so that its only attributes are its options
         _made_with[id(self)] = frozenset({*given, *values})
         weakref.finalize(self, _made_with.pop, id(self), None).atexit = False
         check = declared(made, "check", None)

@@ -42,7 +42,7 @@ ATTENTION_MASK = "attention_mask"
 COMPLETION_MASK, ASSISTANT_MASKS = "completion_mask", "assistant_masks"
 # the columns that say which tokens are targets: a token must be a target in all given columns
 TARGET_COLUMNS = (LOSS_MASK, LABELS, COMPLETION_MASK, ASSISTANT_MASKS)
-# sequence-to-sequence batches: the decoder's input, whose next tokens are `labels`
+# sequence-to-sequence batches: the decoder's input; its next tokens are `labels`
 DECODER_INPUT_IDS = "decoder_input_ids"
 DECODER_ATTENTION_MASK = "decoder_attention_mask"
 PIXEL_VALUES = "pixel_values"
@@ -127,8 +127,8 @@ def list_sizes(lists: pa.Array) -> Int64:
 def typed_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """Returns Python values as an array of `kind`; raises an error if Arrow would change a value.
 
-    Arrow drops the fraction of a number that should be an integer, and makes a too large number
-    infinite.
+    Arrow drops the fraction of a number that should be an integer, and makes a number that is too
+    large infinite.
 
     Raises:
         ArrowInvalid: Values do not fit the type, or would be changed. Other Arrow errors are

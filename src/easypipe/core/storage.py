@@ -6,8 +6,8 @@
 Law (commit or nothing): a reader of `path` sees the old bytes or the new ones, whenever this
 process is killed. A local commit writes a temporary file, fsyncs it, renames it and fsyncs the
 folder. A commit to an object store is one PUT of the finished file, checked by the store's checksum
-of what arrived (S3, GCS) or its size; `create_bytes` makes it conditional on there being no file
-yet. Every call to a store is retried if it fails for a transient reason (core/remote.py).
+of what arrived (S3, GCS) or its size. `create_bytes` makes it only if there is no file yet. Every
+call to a store is retried if it fails for a transient reason (core/remote.py).
 
 `set_fault_hook` lets tests stop the process at any step.
 """

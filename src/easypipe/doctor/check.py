@@ -27,7 +27,7 @@ class Skipped(Exception):
 class Check:
     """A check of the doctor.
 
-    `try_out` returns what was looked at, or raises Failed, Skipped, or whatever goes wrong.
+    `try_out` returns what was checked, or raises Failed, Skipped, or any other error.
     """
 
     name: str

@@ -29,8 +29,8 @@ class ReadingOrder:
     Law: the row at a position depends only on rows, config and seed.
 
     In a window of W batches of B rows, the rows of its whole batches are sorted by the slots that
-    each needs (rows with equal needs stay in order) and cut into batches, which are permuted. Rows
-    that do not fill a batch stay at the end, so drop_last leaves out the same rows.
+    each needs; rows with equal needs stay in order. They are cut into batches, which are permuted.
+    Rows that do not fill a batch stay at the end, so drop_last leaves out the same rows.
 
     Raises:
         ConfigError: Rows should be grouped by length, but all have the same width.

@@ -108,7 +108,7 @@ class Prefetcher(Iterator[T]):
         raise StopIteration
 
     def close(self, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Ends the threads and drops what they made. Safe to call twice."""
+        """Ends the threads and drops what they made. It is safe to call twice."""
         detached = self._finalizer.detach()
         if detached is not None:
             _, _, (workers, threads, name), _ = detached

@@ -287,7 +287,7 @@ class DiskSizes:
         return max(written / float(sizes.sum()), LEAST_RATIO)
 
     def _estimates(self, total: int, sample_every: float) -> Sizes:
-        """Yields the estimated bytes on disk of all rows, with a sample every so many bytes."""
+        """Yields the estimated bytes on disk of all rows, with a sample every `sample_every`."""
         ratio, unseen = 1.0, float("inf")
         for first, sizes, place in _blocks(self.source, total):
             unseen += float(sizes.sum())

@@ -261,9 +261,9 @@ def _last_labels(view, rows, tables, rule, out, todo, unchecked):
     """Writes `out`, Int32[R], the label of the last slot of rows in the window, and of rows of -1.
 
     It is the token after the row, so that a document that continues in the next row loses no target
-    at the cut; if a run is one segment, the token after a document is the first of the next. It is
-    -100 if the row is not full, nothing follows, or the next token is not a target. `rule` and
-    `todo` are those of write_rows.
+    at the cut. If a run is one segment, the token after a document is the first of the next. The
+    label is -100 if the row is not full, nothing follows, or the next token is not a target. `rule`
+    and `todo` are those of write_rows.
 
     Returns:
         How many blocks are noted in `todo` so far.

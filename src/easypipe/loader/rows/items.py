@@ -90,10 +90,10 @@ class ItemRows(_Unsized, RepeatedRows):
     """The rows of a map-style dataset (`len()` and `dataset[i]`).
 
     Their order is that in which a Pipeline reads a dataset of the same name. It is thread-safe if
-    `dataset[i]` and the collator are. A changed length, fingerprint (if the dataset has one, like
-    those of `datasets`), collator, seed or order is found when a state is restored; rows are not
-    hashed, because reading one may mean decoding an image. Errors of the dataset get a note with
-    the row's number.
+    `dataset[i]` and the collator are. Restoring a state detects a changed length, fingerprint (if
+    the dataset has one, like those of `datasets`), collator, seed or order. Rows are not hashed,
+    because reading one may mean decoding an image. Errors of the dataset get a note with the row's
+    number.
 
     Args:
         dataset: The dataset.

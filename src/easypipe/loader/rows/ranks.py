@@ -127,7 +127,7 @@ class RankRows(DerivedRows):
     """The rows `rank`, `rank + world_size`, ... of other rows.
 
     Each row belongs to one rank, and batch t of all ranks together is rows `t * world_size *
-    batch_size` onward, so what is trained on does not depend on the number of ranks.
+    batch_size` onward. So the rows of a batch do not depend on the number of ranks.
 
     Args:
         even: Whether to leave out up to world_size - 1 last rows, so that all ranks have equally

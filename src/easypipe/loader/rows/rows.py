@@ -101,7 +101,7 @@ class RowReader(Protocol):
         return None
 
     def finish(self, row: int, left_out: int) -> Mark | None:
-        """Returns the mark at the end of the data; the last `left_out` rows do not fill a batch."""
+        """Returns the mark at the end; after row `row`, `left_out` rows do not fill a batch."""
         return None
 
     def check_some_batch(self) -> None:

@@ -528,7 +528,7 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
 
 
 def _length_beyond(source: ShardedSource, d: DatasetPlan) -> int | None:
-    """Returns the max_length of a dataset if all of its documents are shorter; else None."""
+    """Returns the max_length of a dataset if none of its documents is longer; else None."""
     tokenized = tokenized_of(source)
     if tokenized is None or d.tokens_cut or TOO_LONG in d.rejected:
         return None

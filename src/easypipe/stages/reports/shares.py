@@ -106,7 +106,7 @@ def documents_drawn(plan: Plan, rows: int) -> NDArray[np.float64]:
 
     All documents of earlier windows are counted, and those of the last window that are in these
     rows. A window draws its documents before it packs them, so a run that ends inside a window does
-    not see all of them; a document that is cut counts with the part that is seen.
+    not see all of them. A document that is cut counts with the part that is seen.
     """
     counts = np.zeros(len(plan.datasets))
     if not rows:
