@@ -387,6 +387,20 @@ def test_a_large_row_group_is_entered_in_its_middle(
                 assert read.column(name).to_pylist() == list(range(start, stop))
 
 
+def test_what_stays_of_a_large_row_group_is_less_than_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "SMALL_GROUP_BYTES", 0)
+    monkeypatch.setattr(parquet, "STREAMED_BYTES", 1 << 16)
+    table = pa.table({"text": [f"{i:01000d}" for i in range(10_000)]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = open_files(tmp_path / "a.parquet")
+    assert source.shards[0].num_rows == 10_000
+    before = pa.total_allocated_bytes()
+    assert source.read(0, 3000, 3001).column("text").to_pylist() == [f"{3000:01000d}"]
+    assert pa.total_allocated_bytes() - before < table.nbytes / 2
+
+
 @pytest.mark.parametrize("kept", [1, 2])
 def test_an_arrow_stream_without_its_end_mark_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int

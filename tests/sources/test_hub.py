@@ -150,6 +150,14 @@ def test_no_more_than_needed_travels(hub: WebServer, monkeypatch: pytest.MonkeyP
     assert {"Range" in named for named in got} == {True}  # what has no entries is downloaded
 
 
+def test_a_file_without_rows_fills_no_row_and_an_empty_file_is_named(hub: WebServer) -> None:
+    publish(hub, "org/gap", {"a.parquet": parquet(0, 0), "b.parquet": parquet(0, 5)})
+    assert texts(HuggingFaceShardedSource("org/gap", num_rows=1)) == [f"row {i}" for i in range(5)]
+    publish(hub, "org/empty", {"a.jsonl": b"", "b.jsonl": b'{"text": "b"}\n'})
+    with pytest.raises(SourceError, match=r"org/empty/a\.jsonl: is empty \(0 bytes\)"):
+        HuggingFaceShardedSource("org/empty").shards  # noqa: B018
+
+
 def test_parts_of_a_split(hub: WebServer, tmp_path: Path) -> None:
     def source(split: str) -> ShardedSource:
         dataset = DatasetConfig(name="d", data_files="org/stories", type="huggingface", split=split)

@@ -203,6 +203,13 @@ def test_fewer_records_than_its_index_says(tmp_path: Path) -> None:
         source.read(0, 0, 4)
 
 
+def test_without_a_folder_no_index_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": 1}\n')
+    monkeypatch.chdir(tmp_path)
+    assert open_files("a.jsonl").read(0, 0, 1).column("n").to_pylist() == [1]
+    assert os.listdir() == ["a.jsonl"]
+
+
 def test_each_choice_of_columns_has_an_index_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1, "b": {"c": "x"}}\n')
     index_dir = tmp_path / "index"
@@ -233,6 +240,19 @@ def test_tabs_divide_tsv(tmp_path: Path, ending: str, pack) -> None:
     (tmp_path / f"a{ending}").write_bytes(pack(b"a\tb\n1,5\tx\n"))
     found = open_files(tmp_path / f"a{ending}").read(0, 0, 1)
     assert (found.column("a").to_pylist(), found.column("b").to_pylist()) == (["1,5"], ["x"])
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv"])
+def test_a_row_may_have_mebibytes(tmp_path: Path, ending: str) -> None:
+    texts = ["a", "b" * (3 << 20), "c"]
+    rows = [json.dumps({"text": text}) for text in texts]
+    path = tmp_path / f"a{ending}"
+    path.write_text(
+        {".jsonl": "\n".join(rows), ".json": f"[{', '.join(rows)}]"}.get(
+            ending, "\n".join(["text", *texts])
+        )
+    )
+    assert open_files(path).read(0, 0, 3).column("text").to_pylist() == texts
 
 
 def test_long_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -132,9 +133,11 @@ def test_values_that_json_writes_as_text_are_kept_within_objects() -> None:
         "price": decimal.Decimal("1.50"),
         "id": uuid.UUID(int=7),
     }
-    rows = [{"x": [values, "text"]}, {"x": [1]}]
+    numbers = [np.float32(0.5), np.int64(3), np.bool_(True), np.array(7), np.array([1, 2])]
+    rows = [{"x": [values, "text", *numbers]}, {"x": [1]}]
     texts = open_object(rows, name="d").read(0, 0, 2).column("x").to_pylist()
-    assert json.loads(texts[0]) == [{key: str(value) for key, value in values.items()}, "text"]
+    kept = {key: str(value) for key, value in values.items()}
+    assert json.loads(texts[0]) == [kept, "text", 0.5, 3, True, 7, [1, 2]]
 
 
 def test_the_type_says_that_a_column_of_any_name_holds_conversations(tmp_path: Path) -> None:

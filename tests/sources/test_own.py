@@ -89,10 +89,12 @@ class Forward(Table):
 
 
 class Again:
-    """Rows that can be iterated over again, without a length."""
+    """Rows that can be iterated over again, without a length. Calling it does something else."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return Mine().open_shard("a")
+
+    def __call__(self) -> None: ...
 
 
 def rows() -> Iterator[dict[str, Any]]:

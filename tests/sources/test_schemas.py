@@ -147,10 +147,10 @@ def test_reconciled(
             for s, shard in enumerate(source.shards)
             for value in source.read(s, 0, shard.num_rows).column("x").to_pylist()
         ]
-        if name == "there":
-            assert source.schema.field("x").type == together
-            assert read == values
-        assert len(read) == len(values)
+        kind, begins = source.schema.field("x").type, len(first) if name == "back" else 0
+        assert read == values[begins:] + values[:begins]
+        # the fields of objects are in the order of their first appearance
+        assert kind == together or (begins and "struct" in str(kind))
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,10 @@ def test_a_bad_row_in_a_part_is_named(tmp_path: Path) -> None:
     numbers = source.read(0, 5, 20).column(ROW_NUMBER).to_pylist()
     assert numbers == [row for row in range(5, 20) if row != 10]
     assert_stateless_reads(source, [7, 13])
+    with pytest.raises(
+        SourceError, match=r"row 60 was asked for. The part of the split has rows 0:60\.$"
+    ):
+        source.read(0, 5, 61)
 
 
 def test_a_part_is_cut_where_its_file_is(tmp_path: Path) -> None:

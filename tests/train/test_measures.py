@@ -206,6 +206,9 @@ def test_pieces_of_text_and_words(shared_data: Path) -> None:
     assert [sizes[vocab[word]] for word in ("<0x0A>", "▁the", "é", "<s>")] == [1, 4, 2, 0]
     definition["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     assert text_bytes(json.dumps(definition)) is None
+    words = {"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.5]]}  # no pieces of bytes
+    definition |= {"model": words, "decoder": {"type": "ByteLevel"}}
+    assert text_bytes(json.dumps(definition)) is None
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:

@@ -203,6 +203,26 @@ def test_composition_is_associative(values: pa.Table, picks: list[int]) -> None:
     assert whole.to_pylist() == step_by_step.read(0, 0, total).to_pylist()
 
 
+class Doubled:
+    """A user's own transform, which itself has no `>>`."""
+
+    fingerprint = "doubled"
+
+    def schema(self, before: pa.Schema) -> pa.Schema:
+        return before
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return batch.set_column(0, batch.schema.field(0), pc.multiply(batch.column(0), 2))
+
+
+def test_an_own_transform_is_either_side_of_a_chain() -> None:
+    assert one(Doubled() >> Rename({"n": "m"}), n=[1, 2]) == {"m": [2, 4]}
+    assert one(Rename({"n": "m"}) >> Doubled(), n=[1, 2]) == {"m": [2, 4]}
+    for left, right in ((5, Rename({"n": "m"})), (Rename({"n": "m"}), 5)):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            left >> right  # type: ignore[operator]
+
+
 def test_a_filter_is_known_by_all_of_its_values() -> None:
     long = list(range(1000))
     other = [*range(500), 7777, *range(501, 1000)]  # printed alike: Arrow shows the ends of a list

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -57,6 +58,15 @@ def test_text_as_the_template_writes_it() -> None:
     assert Chat(chat_tokenizer(), messages="talk", chat_template=MARKED)(source).read(
         0, 0, 1
     ).column("text").to_pylist() == [expected]
+
+
+def test_tools_are_those_of_their_row() -> None:
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    rows = [{"messages": talk("a"), "tools": tools} for tools in ([tool], [], None)]
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    chat = Chat(chat_tokenizer(), tools="tools", chat_template=template)
+    made = chat(InMemoryShardedSource(rows)).read(0, 0, 3).column("text").to_pylist()
+    assert made == [f"{json.dumps([tool])}a", "nulla", "nulla"]
 
 
 def test_what_is_no_conversation_is_that_row_s() -> None:

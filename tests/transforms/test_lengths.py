@@ -544,6 +544,12 @@ def test_policies_that_make_no_sense_are_refused(options: dict[str, Any], proble
             r"datasets\[0\].length.policy: 'keep_end' needs a max_length",
         ),
         (
+            {"policy": "drop", "budgets": {"prompt": 3}},
+            None,
+            {"prompt": PAIR},
+            r"datasets\[0\].length.policy: 'drop' needs a max_length",
+        ),
+        (
             {"policy": "split", "overlap": 10},
             20,
             {},

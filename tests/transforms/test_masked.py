@@ -4,6 +4,10 @@ that are cut with their tokens.
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -25,7 +29,7 @@ from easypipe.transforms.tokenizer.masked import (
 )
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from strategies import examples
-from token_support import small_tokenizer
+from token_support import small_tokenizer, small_tokenizer_folder
 
 
 def one(
@@ -94,8 +98,9 @@ def test_the_bos_token_is_never_doubled() -> None:
         assert ids.count(bos) == 1
         assert ids[-1] == eos
         assert len(mask) == len(ids)
-    # as a chat template prints it
-    assert one(tokenizer, "<s>Hello</s>", [[0, 12]])[0].count(bos) == 1
+    # what a chat template writes has those that it prints
+    for text, count in (("<s>Hello</s>", 1), ("Hello", 0)):
+        assert one(tokenizer, text, [[0, len(text)]])[0].count(bos) == count
     whole = one(tokenizer, "Hello", [[0, 5]], TRAINED_END, raw=True)[0]
     assert whole[:-1] == tokenizer.reference_encode("Hello")
 
@@ -158,6 +163,43 @@ def test_bytes_of_tokens_say_what_characters_say(name: str) -> None:
         offsets, ids, pieces = found
         # the others hold what a normalizer changes
         assert pieces.ranges(texts, offsets, ids).known.mean() > 0.8
+
+
+TRIMS = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+KEEPS = TRIMS | {"trim_offsets": False}
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "trims"),
+    [
+        (None, False),
+        (KEEPS, False),
+        (TRIMS, True),
+        ({"type": "Sequence", "processors": [KEEPS]}, False),
+        ({"type": "Sequence", "processors": [KEEPS, TRIMS]}, True),
+    ],
+)
+def test_the_post_processor_says_whether_a_token_has_its_spaces(
+    tmp_path: Path, post_processor: object, trims: bool
+) -> None:
+    shutil.copytree(small_tokenizer_folder(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer.json"
+    values = json.loads(path.read_text()) | {"post_processor": post_processor}
+    path.write_text(json.dumps(values))
+    tokenizer = load_tokenizer(TokenizerConfig(name_or_path=str(tmp_path), backend="gigatoken"))
+    text = "def small of  the"
+    texts, spans = (
+        pa.array([text] * len(text), pa.large_string()),
+        [[[i, i + 1]] for i in range(len(text))],
+    )
+    fast, slow = (
+        encode_masked(tokenizer, texts, spans, [NO_END] * len(texts), raw=False, reference=r)
+        for r in (False, True)
+    )
+    assert fast.ids.tolist() == slow.ids.tolist()
+    assert fast.mask.tolist() == slow.mask.tolist()
+    space = slice(*fast.offsets[3:5])
+    assert fast.mask[space].any() != trims
 
 
 @examples(40)

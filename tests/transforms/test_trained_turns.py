@@ -64,6 +64,9 @@ def test_flags_of_messages_say_it_for_any_role() -> None:
     ]
     with pytest.raises(SourceError, match="message 1 is to be trained, and is the user's"):
         trained({"messages": messages})
+    for flag in ({"train": False}, {"weight": 0}):  # what is said of a question that is not trained
+        messages[1] = {"role": "user", "content": "Why?"} | flag
+        assert trained({"messages": messages}) == [f"So.{END}"]
 
 
 def test_others_turns_end_with_what_ends_the_assistant_s_or_with_their_words() -> None:
@@ -216,6 +219,20 @@ def test_a_thought_that_the_row_only_closes_is_masked_up_to_there() -> None:
     row = {"messages": talk("Why?", "hm\n</think>\n\nSo.")}
     for template in ("chatml", CHATML):
         assert trained(row, template=template, reasoning="mask") == [f"\n\nSo.{END}"]
+
+
+def test_a_thought_that_the_row_only_opens_is_masked_whole() -> None:
+    row = {"messages": talk("Why?", "So.", "And now?", "<think>\nhm")}
+    for template in ("chatml", CHATML):
+        assert trained(row, template=template, reasoning="mask") == [f"So.{END}"]
+
+
+def test_the_empty_thought_of_an_answer_without_one_is_no_reasoning_of_the_row() -> None:
+    assert trained(template=REASONING, reasoning="mask") == trained(template=REASONING)
+    assert trained(template=REASONING, reasoning="mask", train_empty_thinking=False) == [
+        f"So.{END}",
+        f"No.{END}",
+    ]
 
 
 def test_calls_behind_reasoning_are_trained_with_what_opens_them() -> None:

@@ -73,10 +73,11 @@ def _pairs(below: str) -> dict[str, str | None]:
 
 def _is_int(text: str | None) -> bool:
     """Returns whether a text is an integer in its usual spelling: 007 stays text."""
-    digits = (text or "").removeprefix("-")
+    text = text or ""
+    digits = text.removeprefix("-")
     return (
         digits.isascii()
         and digits.isdigit()
-        and str(int(text or "")) == text
-        and -LARGEST <= int(text or "") < LARGEST
+        and str(int(text)) == text
+        and -LARGEST <= int(text) < LARGEST
     )

@@ -10,7 +10,6 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 import jinja2
@@ -18,7 +17,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Json = Any  # a value that JSON can hold; it is checked before it is used
@@ -280,11 +279,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             # The name comes from the template, and is allowed.
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
-
-    def call(__self, __context: Context, __obj: Json, *args: Json, **kwargs: Json) -> Json:  # type: ignore[override]  # (as jinja2 has it)
-        if type(__obj) is MethodType and __obj.__func__ is _Markers._mark:
-            return __obj(kwargs["caller"])
-        return super().call(__context, __obj, *args, **kwargs)
 
 
 def _environment(date: str | None) -> ImmutableSandboxedEnvironment:

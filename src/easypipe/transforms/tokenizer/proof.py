@@ -70,8 +70,10 @@ def torture(special_strings: Sequence[str]) -> pa.LargeStringArray:
     texts = list(_PIECES)
     count = len(_PIECES)
     order = np.arange(4 * count)
-    for n, arity in ((4 * count, 2), (4 * count, 5)):
-        picks = [permute(order[:n], n, fold(0, "torture", arity, i)) % count for i in range(arity)]
+    for arity in (2, 5):
+        picks = [
+            permute(order, len(order), fold(0, "torture", arity, i)) % count for i in range(arity)
+        ]
         texts += [
             "".join(_PIECES[i] for i in row)
             for row in zip(*(p.tolist() for p in picks), strict=True)
