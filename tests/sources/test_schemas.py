@@ -149,7 +149,7 @@ def test_reconciled(
         ]
         kind, begins = source.schema.field("x").type, len(first) if name == "back" else 0
         assert read == values[begins:] + values[:begins]
-        # the fields of objects are in the order of their first appearance
+        # an object's fields have the order in which they first appear
         assert kind == together or (begins and "struct" in str(kind))
 
 
