@@ -23,6 +23,7 @@ UNLIKE = (
     (r"\b\d+(\.\d+)? (s|min)\b", "TIME"),
     (r"by (gigatoken|tokenizers)", "by ENCODER"),
     (r"\b(?=\d*[a-f])[0-9a-f]{8,64}\b", "DIGEST"),
+    (r"^(code|docs)( +)\d{8}\b", r"\1\2DIGEST"),  # one in fifty has no letter
     (r"\d+ bytes, committed with \d+", "SIZE bytes, committed with SIZE"),
     (r" {2,}", "  "),
 )
