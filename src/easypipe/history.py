@@ -137,7 +137,7 @@ def loader_at(
     step: int,
     progress: ProgressListener = silent,
 ) -> Loader:
-    """Returns the loader that made batch `step` of the run in `folder`, with the rows of that time.
+    """Returns the loader that made batch `step` of the run in `folder`, with its counting of rows.
 
     Args:
         folder: The folder of the run. Without a run the loader is that of `pipeline`.

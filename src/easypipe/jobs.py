@@ -468,7 +468,7 @@ def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> No
 
 
 def warn_of_fewer_rows(at: str, pipeline: Pipeline) -> None:
-    """Warns of each dataset that has fewer rows than its num_rows asks for."""
+    """Warns of each dataset that has fewer rows than its num_rows."""
     datasets = datasets_of(pipeline.get_context())
     for name, source in pipeline.tokenized().items():
         there, asked = source.materialize().manifest.counts.rows, datasets[name].num_rows

@@ -41,7 +41,7 @@ def say(text: str | Text, style: str | None = None) -> None:
 
 
 def require_one(as_json: bool, html: Path | None) -> None:
-    """Checks that JSON and a page are not both asked for."""
+    """Checks that JSON and a page are not both requested."""
     from easypipe.core.errors import require
 
     require(

@@ -171,7 +171,7 @@ class ShardedDataSource:
 
     Every source of easypipe has these methods. Your own source defines `shard_names` and
     `open_shard`, which must yield the same rows whenever a shard is opened. If it defines
-    `open_shard_at_row`, also without `open_shard`, reading starts at any row and rows are not
+    `open_shard_at_row`, also without `open_shard`, reading can start at any row and rows are not
     stored with the tokens. A source that defines `shards` instead of `shard_names` says how many
     rows there are, if that is known. `version`, a text or number, identifies the rows: change it
     when they change. A class with `schema`, `shards`, `fingerprint` and `read` is a ShardedSource,

@@ -168,7 +168,7 @@ class Loader:
         return steps.full(num_rows) if self.config.drop_last else steps.needed(num_rows)
 
     def rows_of(self, step: int) -> range:
-        """Returns the positions of batch `step` (from 0), counted in rows of the run.
+        """Returns the range of positions, in rows of the run, that batch `step` (from 0) holds.
 
         A short last batch has fewer than its size; on a mesh rows of padding follow them. After the
         end the range is empty.

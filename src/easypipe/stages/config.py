@@ -154,7 +154,7 @@ def _refused(check: Callable[[], None]) -> Iterator[ConfigError]:
 
 
 def _streaming_problems(config: PipelineConfig) -> Iterator[ConfigError]:
-    """Yields errors for what the config asks for and streaming cannot do.
+    """Yields errors for options of the config that streaming does not have.
 
     Without streaming, it yields errors for options that only streaming has.
     """
