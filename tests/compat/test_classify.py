@@ -529,6 +529,9 @@ def test_a_bad_image_names_its_row(tmp_path: Path) -> None:
         classify.inputs_of(
             config(tmp_path, {"split": "train[:4]"}, task=TASK | {"options": {"channels": 1}})
         )
+    ragged = [{"image": [[1, 2], [3]], "label": i % 2} for i in range(4)]
+    with pytest.raises(SourceError, match=r"row 0 of the batch: object of shape \(\) is not an"):
+        classify.inputs_of(config(tmp_path, {"data_files": ragged}))
     with pytest.raises(
         SourceError, match="data_files, row 4, column 'image': the row has no image"
     ):

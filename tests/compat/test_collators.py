@@ -298,6 +298,8 @@ def test_bad_rows_are_named():
         collate([{"input_ids": [1, 2], "attention_mask": [1]}])
     with pytest.raises(SourceError, match="expected a row of integers, got float64"):
         collate([{"input_ids": [0.5]}])
+    with pytest.raises(SourceError, match="expected a row of integers, got object"):
+        collate([{"input_ids": [[1, 2], [3]]}])
 
 
 def test_default_collate():
@@ -310,6 +312,12 @@ def test_default_collate():
         default_collate([{"a": [1, 2, 3]}, {"a": [1, 2]}])
     with pytest.raises(SourceError, match="row 1 of the batch: has"):
         default_collate([{"a": 1}, {"b": 1}])
+    with pytest.raises(SourceError, match="row 1 of the batch: has 1 columns, the first row has 2"):
+        default_collate([(1, 2), (1,)])
+    boxes = [[np.zeros((2, 2)), np.zeros((2, 3))], [[1], 2]]  # parts of several shapes
+    assert default_collate([{"a": value} for value in boxes])["a"] == boxes
+    assert default_collate(boxes)["data"] == boxes
+    assert create_collate_fn(0)([{"input_ids": [1, 2], "a": boxes}])["a"] == [boxes]
 
 
 def test_ids_outside_the_vocabulary_are_refused_when_a_collator_is_made():

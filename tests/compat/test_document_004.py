@@ -355,6 +355,12 @@ def test_splits_are_disjoint_whole_and_the_seeds(rows: int, val_split: float, se
         assert splits.val.tolist() != other.val.tolist()
 
 
+@pytest.mark.parametrize("row", [(3, 4), (np.zeros((2, 2)), 1), [np.zeros((2, 2)), 1], "ab", {}])
+def test_rows_that_are_no_arrays_of_tokens_reach_a_collator_as_they_are(row: Any) -> None:
+    module = UniversalDataModule([row] * 2, batch_size=2, seed=1, collate_fn=lambda some: some)
+    assert [[given is row for given in some] for some in module.train_dataloader()] == [[True] * 2]
+
+
 def test_an_unseeded_module_draws_a_seed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "easypipe"):
         module = UniversalDataModule(MyDataset(), val_split=0.2)

@@ -117,6 +117,8 @@ def test_resize_makes_one_size():
         ),
         ({"image": np.zeros((5, 5, 4), np.uint8)}, "has neither 1 nor 3 channels"),
         ({"image": np.zeros(5, np.uint8)}, "uint8 of shape .5,. is not an image"),
+        ({"image": [[0, 1], [2]]}, "row 0 of the batch: object of shape .. is not an image"),
+        ({"image": PIXELS, "label": [[1], 2]}, r"column 'labels': \[\[1\], 2\] is not a number"),
     ],
 )
 def test_bad_images_are_named(row, message):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from easypipe.core.protocols import ProgressEvent, Shard
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from easypipe.stages.tokenize import encoders
+from easypipe.stages.tokenize.text_rows import Texts
 from laws import assert_conserved, assert_no_new_threads, assert_stateless_reads
 from strategies import examples
 from token_support import (
@@ -223,6 +225,39 @@ def test_a_changed_file_is_tokenized_where_it_changed(tmp_path: Path) -> None:
     assert documents(cache)[15] == tokenizer.reference_encode("another text")
     # open caches keep what they had
     assert documents(before)[15] == tokenizer.reference_encode(rows[15])
+
+
+def test_rows_are_found_by_all_that_their_tokens_follow_from(tmp_path: Path) -> None:
+    """The same characters in other texts are not those texts."""
+    for rows in (["ab", "c"], ["a", "bc"]):
+        tokenizer = small_tokenizer()
+        cache = prepare(ShardedTexts(rows), tokenizer, dataset="d", cache_dir=tmp_path)
+        assert documents(cache) == [tokenizer.reference_encode(text) for text in rows]
+    two, whole = np.arange(2), pa.array(["-", "ab", "c", "-"], pa.large_string())
+    found = Texts(
+        texts=whole.slice(1, 2),
+        rows=two,
+        rejects=(),
+        spans=[[[0, 1]], []],
+        ends=two.astype(np.uint8),
+        lost=two,
+        goes_on=two > 0,
+        desirable=two.astype(np.uint8),
+    )
+    others: list[dict[str, Any]] = [
+        {"texts": pa.array(["a", "bc"], pa.large_string())},
+        {"texts": pa.array(["ab", "d"], pa.large_string())},
+        {"rows": two + 1},
+        {"spans": [[[0, 2]], []]},
+        {"ends": np.zeros(2, np.uint8)},
+        {"lost": -two},
+        {"goes_on": two < 1},
+        {"desirable": np.ones(2, np.uint8)},
+    ]
+    hashes = [replace(found, **other).content_hash() for other in ({}, *others)]
+    assert len({*hashes}) == len(hashes)
+    alone = pa.array(["ab", "c"], pa.large_string())
+    assert replace(found, texts=alone).content_hash() == hashes[0]
 
 
 def test_other_options_are_another_cache(tmp_path: Path) -> None:

@@ -369,6 +369,7 @@ def test_eos_that_is_not_the_tokenizers(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"seq_length": 0}, "seq_length: 0 is not a row length"),
+        ({"seq_length": (1 << 24) + 1}, "seq_length: 16777217 is not a row length. Give 1 to "),
         ({"strategy": "pool", "num_packers": 0}, "num_packers: 0 open rows hold nothing"),
         ({"strategy": "best"}, "strategy: 'best' is not an option"),
         (

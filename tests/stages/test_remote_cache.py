@@ -252,7 +252,7 @@ def test_what_was_not_read_for_longest_goes_first(long: str, tmp_path: Path, rea
 def test_staging_dir_is_where_fetched_tokens_are(
     two: tuple[TokenCache, str], tmp_path: Path
 ) -> None:
-    cache = opened(two[1], tmp_path, staging_dir=tmp_path / "fast")
+    cache = opened(two[1], tmp_path, staging_dir=tmp_path / "fast" / "disk")
     file = cache.folder.staging._file.fileno()  # type: ignore[union-attr]
     assert os.readlink(f"/proc/self/fd/{file}").startswith(str(tmp_path / "fast"))
     (tmp_path / "file").write_text("")

@@ -476,6 +476,8 @@ def repeater(times: int, words: object = None) -> Callable[[dict[str, Any]], dic
     "make",
     [
         lambda times: partial(repeated, times=times),
+        lambda times: partial({2: repeated, 3: repeater}[times], times=1),
+        lambda times: repeater(2, partial({2: repeated, 3: repeater}[times])),
         lambda times: repeater(times),
         lambda times: Repeater(times),
         lambda times: Repeater(times).again,

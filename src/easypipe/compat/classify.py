@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.cache.location import cache_folder
+from easypipe.compat.collators import as_array
 from easypipe.compat.data_module import UniversalDataModule
 from easypipe.compat.registry import CollatorRegistry
 from easypipe.core import storage
@@ -176,7 +177,7 @@ class ImageRows:
                 fix="Leave such rows out.",
             )
         return {
-            "image": np.asarray(image) if isinstance(image, list) else image,
+            "image": as_array(image) if isinstance(image, list) else image,
             "label": int(self.labels[index]),
         }
 

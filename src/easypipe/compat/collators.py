@@ -140,7 +140,7 @@ class PaddingCollator:
             batch[LABELS] = np.where(unlabelled, rule.label_pad_token_id, padded)
         for name in rows[0]:
             if name not in (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK):
-                values = [np.asarray(row.get(name)) for row in rows]
+                values = [as_array(row.get(name)) for row in rows]
                 along = all(
                     value.shape == own.shape and value.dtype.kind in "iub"
                     for value, own in zip(values, ids, strict=True)
@@ -333,6 +333,13 @@ def default_collate(rows: Sequence[Item]) -> Any:
                 )
         return {str(name): stacked([row[name] for row in rows], str(name)) for name in first}
     if isinstance(first, tuple):
+        for i, row in enumerate(rows):
+            if len(row) != len(first):
+                raise SourceError(
+                    at=f"row {i} of the batch",
+                    problem=f"has {len(row)} columns, the first row has {len(first)}",
+                    fix="Give every row as many.",
+                )
         return tuple(
             stacked(list(column), str(i)) for i, column in enumerate(zip(*rows, strict=True))
         )
@@ -376,7 +383,7 @@ def stacked(values: Sequence[Item], name: str) -> Any:
     Raises:
         SourceError: Shapes differ; the error names row and column.
     """
-    arrays = [np.asarray(value) for value in values]
+    arrays = [as_array(value) for value in values]
     if any(array.dtype.kind not in "biuf" for array in arrays):
         return list(values)
     for i, array in enumerate(arrays):
@@ -387,6 +394,14 @@ def stacked(values: Sequence[Item], name: str) -> Any:
                 fix="Make them alike in the dataset, or give a collator that pads or resizes.",
             )
     return np.stack(arrays)
+
+
+def as_array(value: Item) -> Array:
+    """Returns a value as an array; one of the dtype object if its parts differ in shape."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.empty((), object)
 
 
 def require_some(rows: Sequence[Item]) -> None:
@@ -467,7 +482,7 @@ def integers(row: Row, name: str, number: int, *, like: Array | None = None) -> 
             have=have,
             fix="Tokenize the rows first: PreprocessedDataset does.",
         )
-    values = np.asarray(given)
+    values = as_array(given)
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iub"):
         raise SourceError(
             at=at, problem=f"expected a row of integers, got {values.dtype} of shape {values.shape}"

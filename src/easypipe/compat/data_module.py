@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from easypipe.compat.collators import as_array
 from easypipe.compat.datasets import PreprocessedDataset, subset
 from easypipe.compat.foreign import MESSAGES, TEXT, TokenizerLike, is_own, tokenizer_config
 from easypipe.compat.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
@@ -269,7 +270,7 @@ def _row(row: Item) -> Any:
     """Returns `{"input_ids": row}` for an array of integers, and any other row unchanged."""
     if isinstance(row, Mapping | tuple | str | bytes):
         return row
-    array = np.asarray(row)
+    array = as_array(row)
     return {INPUT_IDS: array} if array.ndim == 1 and array.dtype.kind in "iu" else row
 
 

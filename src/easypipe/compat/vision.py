@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from easypipe.compat.collators import (
     Tensors,
+    as_array,
     called,
     check_tensors,
     default_collate,
@@ -162,7 +163,7 @@ class VisionDataCollator:
             SourceError: It is not an image.
         """
         at = f"row {number} of the batch"
-        array = _decoded(given, at, self.channels) if _is_encoded(given) else np.asarray(given)
+        array = _decoded(given, at, self.channels) if _is_encoded(given) else as_array(given)
         if array.dtype.kind not in "uif" or array.ndim not in (2, 3):
             raise SourceError(
                 at=at,
@@ -383,7 +384,7 @@ def _labels(given: Sequence[Item]) -> Array:
     labels = stacked(given, LABELS)
     if isinstance(labels, list):
         i = next(
-            (i for i, label in enumerate(labels) if np.asarray(label).dtype.kind not in "biuf"), 0
+            (i for i, label in enumerate(labels) if as_array(label).dtype.kind not in "biuf"), 0
         )
         at = place(f"row {i} of the batch", column=LABELS)
         raise SourceError(
