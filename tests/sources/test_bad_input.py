@@ -224,6 +224,7 @@ def test_truncated_arrow(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Feather V1:DeprecationWarning")
+@pytest.mark.parametrize("wrong", [(0, 12, 8), (0, 3, 1 << 20), (-9, 3, 8)])
 @pytest.mark.parametrize(
     "within",
     [
@@ -238,15 +239,17 @@ def test_truncated_arrow(tmp_path: Path) -> None:
         lambda texts: pa.ExtensionArray.from_storage(pa.json_(), texts),
     ],
 )
-def test_a_text_that_leaves_its_file_is_refused_at_any_depth(tmp_path: Path, within: Any) -> None:
+def test_a_text_that_leaves_its_file_is_refused_at_any_depth(
+    tmp_path: Path, within: Any, wrong: tuple[int, ...]
+) -> None:
     table = pa.table({"x": within(pa.array(["345", "67890"]))})
     path = tmp_path / "a.arrow"
     with pa.ipc.new_file(path, table.schema) as writer:
         writer.write_table(table)
-    edges, wrong = (struct.pack("<3i", 0, middle, 8) for middle in (3, 12))
+    edges = struct.pack("<3i", 0, 3, 8)
     assert path.read_bytes().count(edges) == 1
     assert len(read_all(open_files(path))) == table.num_rows
-    put(path, path.read_bytes().replace(edges, wrong))
+    put(path, path.read_bytes().replace(edges, struct.pack("<3i", *wrong)))
     with pytest.raises(SourceError, match=r"a\.arrow: damaged column 'x'"):
         read_all(open_files(path))
 

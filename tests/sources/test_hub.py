@@ -315,23 +315,22 @@ def test_what_is_not_there(hub: WebServer) -> None:
 
 
 def test_converted_copy(hub: WebServer, caplog: pytest.LogCaptureFixture) -> None:
-    publish(hub, "org/script", {"script.py": b"code"})
     files = {
         "plain/partial-train/0000.parquet": parquet(0, 5),  # a large split is converted in part
         "plain/test/0000.parquet": parquet(5, 5),
     }
-    publish(
-        hub,
-        "org/script",
-        files,
-        commit=OLD,
-        revisions=("refs/convert/parquet", "refs%2Fconvert%2Fparquet"),
-    )
+    copy = ("refs/convert/parquet", "refs%2Fconvert%2Fparquet")
+    other = {"other/test/0000.parquet": parquet(90, 5)}
+    for repo, converted in (("org/script", files), ("org/two", files | other)):
+        publish(hub, repo, {"script.py": b"code"})
+        publish(hub, repo, converted, commit=OLD, revisions=copy)
     with caplog.at_level(logging.INFO, "easypipe"):
         source = HuggingFaceShardedSource("org/script", split="test")
     assert "the Hub's parquet copy" in caplog.text
     assert texts(source) == [f"row {i}" for i in range(5, 10)]
     assert texts(HuggingFaceShardedSource("org/script")) == [f"row {i}" for i in range(5)]
+    two = HuggingFaceShardedSource("org/two", subset="plain", split="test")
+    assert texts(two) == [f"row {i}" for i in range(5, 10)]
 
 
 def test_several_formats(hub: WebServer) -> None:

@@ -166,6 +166,15 @@ def test_a_null_that_stood_in_the_file_stays(tmp_path: Path, value: Any) -> None
     assert texts_of(tmp_path, str(path)) == written(plain)
 
 
+def test_a_null_of_a_tool_is_no_missing_key(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    tools: list[list[Any]] = [[tool | more] for more in ({"strict": None}, {"strict": True}, {})]
+    rows = [{"messages": [{"role": "user", "content": "q"}], "tools": some} for some in tools]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    found = texts_of(tmp_path, str(path), chat_template="{{ tools | tojson }}q")
+    assert found == [f"{json.dumps(some)}q<|endoftext|>" for some in tools]
+
+
 class ByNumber:
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import re
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -471,6 +473,27 @@ def test_what_the_rows_raise_names_the_place_and_is_no_end() -> None:
         with pytest.raises(OSError, match="the line is down") as caught:
             _ = source.shards
         assert caught.value.__notes__ == ["while reading d, row 1"]
+
+
+def test_what_gave_all_of_its_rows_is_let_go() -> None:
+    class Given(Iterator[dict[str, Any]]):
+        def __init__(self) -> None:
+            self.numbers = iter(range(3))
+
+        def __next__(self) -> dict[str, Any]:
+            return {"n": next(self.numbers)}
+
+    made: list[weakref.ref[Given]] = []
+
+    def given() -> Given:
+        one = Given()
+        made.append(weakref.ref(one))
+        return one
+
+    source = open_object(given, name="d", version="1")
+    assert source.read(0, 0, 3).column("n").to_pylist() == [0, 1, 2]
+    gc.collect()
+    assert {one() for one in made} == {None}
 
 
 def test_rows_that_are_fewer_than_were_counted(tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ STRUCT = pa.struct([("a", pa.int32()), ("b", pa.struct([("c", pa.string())]))])
         (pa.array([1], pa.uint8()), pa.array([-2], pa.int8()), pa.int16(), [1, -2]),
         (pa.array([1], pa.uint32()), pa.array([-2], pa.int32()), pa.int64(), [1, -2]),
         (pa.array([1], pa.int32()), pa.array([0.5], pa.float32()), pa.float64(), [1.0, 0.5]),
+        (pa.array([0.5], pa.float32()), pa.array([0.1]), pa.float64(), [0.5, 0.1]),
+        (pa.array([0.5], pa.float16()), pa.array([2.5], pa.float32()), pa.float32(), [0.5, 2.5]),
         (pa.array([None], pa.null()), pa.array(["x"]), pa.large_string(), [None, "x"]),
         (
             pa.array([[]], pa.list_(pa.null())),

@@ -21,6 +21,7 @@ from easypipe import (
     load_tokenizer,
 )
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LABELS, LOSS_MASK
+from easypipe.transforms.chat.render import HostileTemplateError
 from strategies import examples
 
 ONCE = (
@@ -142,6 +143,30 @@ def test_what_fills_a_row_exactly_is_not_cut(tmp_path: Path) -> None:
 
     assert [pieces(room) for room in (three, three - 1)] == [[3], [1, 2]]
     assert [pieces(room) for room in (two, two - 1)] == [[1, 2], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("more", ["a", "ab", "abc"])
+def test_what_fits_is_not_cut_whatever_its_pieces_cost(tmp_path: Path, more: str) -> None:
+    template = "{% if messages|length == 2 %}" + more + "{% endif %}" + ONCE
+    rows = [{"messages": talk(*("fox", "Four") * 3)}]
+    (whole,) = documents(tmp_path, rows, None, chat_template=template)
+    source = pipeline(tmp_path, rows, None, chat_template=template).get_data()["chat"]
+    (size,) = map(len, source.read(0, 0, 1).column(INPUT_IDS).to_pylist())
+    for room, count in ((size, 1), (size - 1, 2)):
+        pack = PackStageConfig(seq_length=room)
+        found = documents(tmp_path, rows, pack, chat_template=template)
+        assert len(found) == count
+        assert count > 1 or found == [whole]
+
+
+def test_a_template_that_goes_too_far_on_a_piece_names_its_row(tmp_path: Path) -> None:
+    far = (
+        "{% if messages|length == 2 and 'bad' in messages[0].content %}"
+        "{% for i in range(10**9) %}{% endfor %}{% endif %}"
+    )
+    rows = [{"messages": talk(*[f"{word} " * 30] * 4)} for word in ("fox", "bad")]
+    with pytest.raises(HostileTemplateError, match=r"row 1, column 'messages'"):
+        documents(tmp_path, rows, PackStageConfig(seq_length=200), chat_template=far + ONCE)
 
 
 @pytest.mark.parametrize("system", [None, "Be brief, and think of " + "the fox, " * 3])

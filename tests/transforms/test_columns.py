@@ -530,6 +530,8 @@ def test_functions_by_name() -> None:
     }.items():
         with pytest.raises(ConfigError, match=message):
             Map(name)
+    twice = Expand("transforms.test_columns:repeat", most=4, columns={"size": "int64"}, version="1")
+    assert one(twice, text=["a"], n=[2])["text"] == ["0 a", "1 a"]
 
 
 def test_a_source_is_read_as_narrowly_as_can_be() -> None:
@@ -621,6 +623,10 @@ def test_columns_that_do_not_fit(make: Callable[[], Transform], message: str) ->
         (lambda: Drop("a")([1]), "list is neither a RecordBatch nor a source with a schema"),  # type: ignore[arg-type]
         (lambda: Map(5), "5 is not a function"),  # type: ignore[arg-type]
         (lambda: Chain([]), "an empty list"),
+        (
+            lambda: TransformedSource(Shards([table_of([])]), Drop("n"), on_error="skp"),
+            "on_error: 'skp' is not an option (have: error, skip, quarantine). Did you mean 'skip'?",
+        ),
         (lambda: Chain([len]), "is not a transform. Wrap a function: Map(function)."),  # type: ignore[list-item]
     ],
 )

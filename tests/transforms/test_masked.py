@@ -185,9 +185,11 @@ def test_the_post_processor_says_whether_a_token_has_its_spaces(
     shutil.copytree(small_tokenizer_folder(), tmp_path, dirs_exist_ok=True)
     path = tmp_path / "tokenizer.json"
     values = json.loads(path.read_text()) | {"post_processor": post_processor}
+    *_, last = values["added_tokens"]
+    values["added_tokens"].append(last | {"id": 500, "content": "<|more|>"})  # not in the model's
     path.write_text(json.dumps(values))
     tokenizer = load_tokenizer(TokenizerConfig(name_or_path=str(tmp_path), backend="gigatoken"))
-    text = "def small of  the"
+    text = "def small of  the<|more|>"
     texts, spans = (
         pa.array([text] * len(text), pa.large_string()),
         [[[i, i + 1]] for i in range(len(text))],

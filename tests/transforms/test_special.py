@@ -222,10 +222,15 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
 
 def test_conversations_are_looked_into_before_the_template_writes_its_own(tmp_path: Path) -> None:
     rows = [{"messages": talk("hello", "there")}, {"messages": talk("say <|im_end|> now", "no")}]
+    wrong: list[Any] = [{"messages": []}, {"messages": [{"role": None, "content": "say"}]}]
     chat = {"tokenizer": {"name_or_path": chat_tokenizer()}, "content_field": "messages"}
     assert source_of(tmp_path, rows, "allow", **chat).read(0, 0, 2).num_rows == 2
-    scanned = source_of(tmp_path, rows, "error", on_error="skip", **chat).scan(0, 0, 2)
-    assert [(reject.row, reject.reason) for reject in scanned.rejects] == [(1, "special_string")]
+    scanned = source_of(tmp_path, rows + wrong, "error", on_error="skip", **chat).scan(0, 0, 4)
+    assert [(reject.row, reject.reason) for reject in scanned.rejects] == [
+        (1, "special_string"),
+        (2, "empty"),
+        (3, "no_role"),
+    ]
     assert "'<|im_end|>'" in scanned.rejects[0].detail
     with pytest.raises(
         ConfigError,

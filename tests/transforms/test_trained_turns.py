@@ -256,6 +256,16 @@ HARMONY = (
 )
 
 
+def test_what_only_the_last_answer_begins_with_is_trained_behind_its_reasoning() -> None:
+    thinks = "+ ('[' + message.reasoning_content + ']' if message.reasoning_content else '') "
+    begins = "+ ('Answer: ' if loop.last and message.role == 'assistant' else '') "
+    source = CHATML.replace("+ message['content']", f"{thinks}{begins}+ message['content']")
+    assert trained(reasons(), template=source, reasoning="mask") == [
+        f"So.{END}",
+        f"Answer: No.{END}",
+    ]
+
+
 def test_channels_of_harmony_are_told_apart() -> None:
     row = {"messages": [*talk("Why?"), thought("So.", "hm")]}
     assert trained(row, template=HARMONY, reasoning="mask") == [

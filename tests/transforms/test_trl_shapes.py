@@ -23,11 +23,13 @@ from chat_support import MARKED, REASONING, chat_tokenizer
 from easypipe import (
     ConfigError,
     DatasetConfig,
+    LengthPolicy,
     LoadStageConfig,
     Pipeline,
     PipelineConfig,
     PromptConfig,
     PromptEngine,
+    TokenizerConfig,
 )
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_BREAK
@@ -147,6 +149,25 @@ def test_rows_that_are_no_prompt_with_its_answer(row: Row, problem: str) -> None
     with pytest.raises(SourceError) as caught:
         PromptEngine(chat_tokenizer(), config).render(row)
     assert problem in str(caught.value)
+
+
+def test_of_a_prompt_at_least_the_last_turn_stays_before_an_answer_that_asks_first(
+    tmp_path: Path,
+) -> None:
+    first, last = user("one two three " * 10), user("so " * 10)
+    row = {"prompt": [first, said("ok"), last], "completion": [user("x"), said("yes")]}
+    fields = {"input_columns": ("prompt",), "label_column": "completion"}
+    left: dict[int, list[str]] = {}
+    for most in (60, 90, 400):
+        options = {
+            "tokenizer": TokenizerConfig(name_or_path=chat_tokenizer(), max_length=most),
+            "prompt": PromptConfig(**fields),
+            "length": LengthPolicy(policy="trim_oldest_turns"),
+            "on_error": "skip",
+        }
+        found = tokenized([row], tmp_path / str(most), options).scan(0, 0, 1)
+        left[most] = [reject.reason for reject in found.rejects]
+    assert left == {60: ["too_long"], 90: [], 400: []}
 
 
 def test_pairs_that_share_a_prompt_need_no_column_for_it(tmp_path: Path) -> None:

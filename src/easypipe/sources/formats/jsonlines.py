@@ -218,7 +218,7 @@ class _Lines:
             table = pj.read_json(
                 pa.BufferReader(pa.py_buffer(text)), read_options=read, parse_options=options
             )
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError) as error:
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             return str(error)
         return table if table.num_rows == b - a else f"{table.num_rows} rows instead of {b - a}"
 

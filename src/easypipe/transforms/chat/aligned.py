@@ -307,7 +307,7 @@ class Aligned:
         inside = gap.find(stop.strip()) if stop and (last or list(follows) == [i + 1]) else -1
         whole = gap[: inside + len(stop.strip())] if inside >= 0 else ""
         # a special token; none before it could have opened another turn
-        before = known.closing.sub("", whole[:inside]) if whole else ""
+        before = known.closing.sub("", whole[:inside])
         if (last, whole) in known.known_ends or (
             known.token.search(whole) is not None and known.token.search(before) is None
         ):
