@@ -404,6 +404,8 @@ def test_what_is_no_secret_is_told() -> None:
     both = {"token": "s3cr3t", "key": "s3cr3t-and-more"}
     assert remote.tell(OSError("s3cr3t-and-more"), URL, both) == "OSError: ***"
     assert remote.tell(OSError(), URL, None) == "OSError"
+    assert remote.tell(TimeoutError(), URL, None) == "TimeoutError: no answer in time"
+    assert remote.tell(TimeoutError("of DNS"), URL, None) == "TimeoutError: of DNS"
     assert remote.tell(of_library("own", "Refused", status=503), URL, None) == (
         "HTTP 503, Refused: told by it"
     )

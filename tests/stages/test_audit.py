@@ -21,7 +21,7 @@ from easypipe.stages.tokenize.token_rows import (
     encode_texts,
     sample_of,
 )
-from easypipe.transforms.tokenizer import fast
+from easypipe.transforms.tokenizer import fast, masked
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, UnencodableError
 from strategies import examples
 from token_support import small_tokenizer
@@ -85,6 +85,24 @@ def test_wrong_tokens_of_a_huge_document_are_found(
     monkeypatch.setattr(fast.FastEngine, "encode", wrong)
     with pytest.raises(TokenizerError, match="does not produce the tokens of `tokenizers`"):
         encode_texts(long_text(), tokenizer, batch_size=8, at="a", audit_key="k")
+
+
+@pytest.mark.parametrize("text", ["naïve 日本 fox " * 500, LONG], ids=["whole", "pieces"])
+def test_wrong_loss_masks_are_found(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    def encode() -> None:
+        texts = Texts(
+            texts=pa.array([text], pa.large_string()),
+            rows=np.zeros(1, np.int64),
+            rejects=(),
+            spans=[[[a, a + 4] for a in range(0, len(text) - 8, 8)]],
+            ends=np.zeros(1, np.uint8),
+        )
+        encode_texts(texts, small_tokenizer(), batch_size=8, at="a", raw=True, audit_key="k")
+
+    encode()
+    monkeypatch.setattr(masked, "_in_bytes", lambda text, spans: spans)  # each as one byte
+    with pytest.raises(TokenizerError, match="does not produce the tokens of `tokenizers`"):
+        encode()
 
 
 def test_what_the_reference_alone_refuses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,10 @@ def test_tokens_order_ledger_and_reads(
     cache = prepare(source, tokenizer, dataset="d", cache_dir=folder)
     assert documents(cache) == expected
     assert_conserved(cache.ledger)
+    assert [(one.stage, one.unit) for one in cache.ledger.entries] == [
+        ("tokenize", "rows"),
+        ("tokenize", "tokens"),
+    ]
     assert cache.ledger.find("tokenize", "d", "rows").into == {"read": len(expected)}
     assert_stateless_reads(cache)
     assert [cache.where(doc) for doc in range(cache.num_docs)] == [

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,9 +37,14 @@ from easypipe.cache.folder import RemoteFolder
 from easypipe.cache.location import cache_folder
 from easypipe.cache.manifest import manifest_json
 from easypipe.cache.reader import TokenCache
+from easypipe.cache.writer import CacheWriter
 from easypipe.core import remote, storage
+from easypipe.core.protocols import TokenInfo
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.loader.rows.documents import gather_documents
 from easypipe.pipeline import _Remade
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.stages.tokenize.encoders import TokenEncoder
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from laws import assert_same_batches, assert_stateless_reads
 from pipelines import config, tokenizer
@@ -233,6 +239,40 @@ def test_neighbouring_blocks_come_with_one_request(
     assert cache.tokens(1).size > BLOCK
     assert len(asked) == 1
     assert asked[0] > 2 * BLOCK
+
+
+@pytest.mark.parametrize("column", [INPUT_IDS, LOSS_MASK])
+def test_a_document_that_ends_with_the_first_byte_of_a_block_is_whole(
+    tmp_path: Path, column: str
+) -> None:
+    folder = RemoteFolder(f"memory://caches/{tmp_path.name}", tmp_path, reading="ranges")
+    tokens = TokenInfo(
+        tokenizer="own",
+        tokenizer_fingerprint="own",
+        vocab_size=9,
+        eos_token_id=None,
+        pad_token_id=None,
+        seq_length=None,
+    )
+
+    def made(lengths: list[int]) -> tuple[TokenCache, int, pa.Table]:
+        """The cache, the token whose value begins the second block of values, and the rows."""
+        ids = [[1 + i % 7] * length for i, length in enumerate(lengths)]
+        rows = pa.table({INPUT_IDS: ids, LOSS_MASK: [[1] * length for length in lengths]})
+        source = InMemoryShardedSource(rows)
+        encoder = TokenEncoder(source, tokens)
+        cache = CacheWriter(source=source, encoder=encoder, dataset="d", folder=folder).fill()
+        data = folder.content(cache.manifest.parts[0].file)
+        values = pa.ipc.open_file(data).get_batch(0).column(column).values
+        first, width = values.buffers()[1].address - data.address, values.type.bit_width // 8
+        return cache, (-first % BLOCK + BLOCK) // width, rows
+
+    _, border, _ = made([1000] * 300)
+    doc, more = divmod(border + 1, 1000)
+    cache, again, rows = made([1000] * doc + [more, 2000 - more] + [1000] * (298 - doc))
+    assert again == border
+    alone = opened(str(cache.path), tmp_path, reading="ranges").read(0, doc, doc + 1)
+    assert alone.column(column).to_pylist() == rows.column(column)[doc : doc + 1].to_pylist()
 
 
 @pytest.mark.parametrize("reading", READINGS)

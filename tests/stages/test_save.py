@@ -97,6 +97,9 @@ def test_packed_rows_read_back_as_they_were(tmp_path: Path, kind: str, codec: st
     assert table(again).equals(table(source))
     assert again.tokens == source.tokens
     laws.assert_stateless_reads(again)
+    datasets = [DatasetConfig(name="again", data_files=str(tmp_path / "out"))]
+    loaded = Pipeline(config(tmp_path, datasets=datasets)).source().load({"batch_size": 2}).build()
+    assert loaded.rows.seq_length == 64
     laws.assert_conserved(report.ledger)
     files = sorted(
         path.name

@@ -118,6 +118,11 @@ def test_pieces_are_conversations_and_train_what_the_whole_does(
     trained = targets(made)
     ledger = made.ledger()
     ledger.check()
+    encoded = [
+        one.ledger().find("tokenize", "chat", "tokens").into["encoded"]
+        for one in (made, pipeline(folder, rows, None))
+    ]
+    assert encoded[0] == encoded[1]  # a system prompt that several pieces repeat counts once
     assert "without their prompt" not in ledger.find("labels", "chat", "tokens").out
     assert (
         ledger.find("labels", "chat", "tokens").out["targets"]

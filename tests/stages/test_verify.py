@@ -9,6 +9,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -522,6 +523,9 @@ def test_wrong_row_numbers_do_not_pass(tmp_path: Path, numbers: Callable[[Any], 
     with pa.memory_map(str(cache.folder.tokens(part.file))) as mapped:
         batch = pa.ipc.open_file(mapped).get_batch(0)
         assert wrong_content(cache.manifest, part, batch) is None
+        assert wrong_content(replace(cache.manifest, pairs=True), part, batch) == (
+            f"holds 0 pairs of answers, the manifest says that all {part.docs} documents are pairs"
+        )
         place = batch.schema.get_field_index(ROW_NUMBER)
         field = batch.schema.field(place)
         wrong = batch.set_column(
