@@ -356,6 +356,12 @@ def test_a_pipeline_with_its_own_stages_and_nothing_kept(tmp_path: Path) -> None
     assert not list((tmp_path / "cache").glob("tokens*"))
 
 
+def test_a_mixture_that_says_the_rows_of_a_step_is_shown(tmp_path: Path) -> None:
+    points = [{"step": 0, "weights": {"code": 1, "docs": 1}}]
+    mix = {"weight_schedule": points, "batch_size": 4, "stop_strategy": "all_exhausted"}
+    assert len(preview(config(tmp_path, mix=mix), 5).samples) == 5
+
+
 def test_a_config_that_keeps_elsewhere_keeps_nothing(tmp_path: Path) -> None:
     """Whatever it says of where and how tokens are made and kept: none of that is asked for."""
     path = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts(10)])

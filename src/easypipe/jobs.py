@@ -166,6 +166,14 @@ def chain(
         pipeline.pack()
     if save and config.save is not None:
         pipeline.save()
+    for i, dataset in enumerate(config.datasets if save and config.save is None else ()):
+        for option in ("save_path", "save_format"):
+            require(
+                fields_of(dataset)[option] is None,
+                f"datasets[{i}].{option}",
+                "has no effect without save",
+                "Add `save: {}` to the config, or leave it out.",
+            )
     return pipeline
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from easypipe.cache.location import cache_folder
+from easypipe.cache.repair import place_of
 from easypipe.cache.verify import Verification
 from easypipe.cache.writer import CacheWriter
 from easypipe.core.config import fields_of, from_dict, load_yaml
@@ -405,25 +406,44 @@ class Pipeline:
         They are NumPy arrays in the plan's order, read by index. It needs the extra `[grain]`.
 
         Raises:
-            ConfigError: The data never ends; `interop.grain.LoaderDataset` can iterate over it.
+            ConfigError: The data never ends; `interop.grain.LoaderDataset` can iterate over it. Or
+                weights follow the training step, and its number of rows is unknown.
         """
         from easypipe.interop.grain import BatchesByNumber, RowsByNumber, map_dataset
 
-        if isinstance(self._last_step().stage, LoadStage):
+        last = self._last_step()
+        if isinstance(last.stage, LoadStage):
             return map_dataset(BatchesByNumber(self.loader()))
-        return map_dataset(RowsByNumber(self.copy().load(LoadStageConfig(batch_size=1)).loader()))
+        self._spread()
+        [(name, source)] = self._only(last).items()
+        # not load(), whose batch_size would be the rows of a training step
+        stage = LoadStage(LoadStageConfig(batch_size=1))
+        return map_dataset(RowsByNumber(stage.open(name, source, self._context)))
 
     def write(self) -> SaveReport:
         """Prepares all data and writes every `save()`, without a loader.
 
         The report's ledger covers the whole chain.
+
+        Raises:
+            ConfigError: Two datasets, or two save() stages, write into one folder.
         """
         last = self._last_step()
-        self._spread()
-        self._build_is_under_way()
         saves = [
             (step.stage, step.data) for step in self._plan if isinstance(step.stage, SaveStage)
         ]
+        places: set[str] = set()
+        for target in (one for stage, data in saves for one in stage.targets(data, self._context)):
+            place = place_of(target.folder)
+            require(
+                place not in places,
+                f"save.output_dir={target.folder}",
+                f"dataset {target.dataset!r} would replace what this pipeline saves there before",
+                "Give every dataset and every save() a folder of its own.",
+            )
+            places.add(place)
+        self._spread()
+        self._build_is_under_way()
         folders, pushed = [], []
         for stage, data in saves:
             written = stage.write(data, self._context)

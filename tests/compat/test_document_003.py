@@ -254,6 +254,8 @@ def test_ranks_and_pytorch_options(
     ]
     for batch, together in zip(whole, both, strict=False):
         assert np.array_equal(batch["input_ids"], together)
+    with pytest.raises(ConfigError, match=r"'stream' has \d+ rows: no batch is ever full"):
+        create_dataloaders(*paths, "tokenizer", **options, rank=998, world_size=999)
     drawn, _ = create_dataloaders(*paths, "tokenizer", batch_size=4, seq_length=LENGTH)
     again, _ = create_dataloaders(
         *paths, "tokenizer", batch_size=4, seq_length=LENGTH, seed=drawn.seed

@@ -177,6 +177,25 @@ def test_rows_by_number(tmp_path):
     assert_same_batches([next(first) for _ in range(5)], [rows[i] for i in range(5)])
 
 
+@pytest.mark.parametrize("known", ["load", "mix", ""])
+def test_rows_of_a_weight_schedule_are_those_of_its_steps(tmp_path, known):
+    points = ((0, 1, 4), (3, 4, 1))
+    points = [{"step": step, "weights": {"code": a, "docs": b}} for step, a, b in points]
+    mix = {"weight_schedule": points, "stop_strategy": "all_exhausted"}
+    mix |= {"batch_size": 4} if known == "mix" else {}
+    load = LoadStageConfig(batch_size=4, drop_last=False)
+    chain = pipeline(tmp_path, mix=mix, load=load if known == "load" else None)
+    if not known:
+        with pytest.raises(ConfigError, match="the number of rows in one is unknown"):
+            chain.as_grain()
+        return
+    rows = chain.as_grain()
+    batches = [batch["input_ids"] for batch in chain.load(load).build()]
+    whole = [row[row > 0] for batch in batches for row in batch]
+    assert len(rows) == len(whole)
+    assert all((rows[i]["input_ids"] == row).all() for i, row in enumerate(whole))
+
+
 def test_documents_by_number_have_their_own_lengths(tmp_path):
     chain = pipeline(tmp_path)
     rows = chain.as_grain()

@@ -377,6 +377,50 @@ def test_no_option_leaves_batches_as_they_were(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_ranks_and_a_weight_schedule_count_the_same_steps(tmp_path: Path, streaming: bool) -> None:
+    points = [{"step": 2 * i, "weights": {"code": 1 + 8 * i, "docs": 9 - 8 * i}} for i in (0, 1)]
+    mix = {"weight_schedule": points, "stop_strategy": "all_exhausted"}
+    values = config(tmp_path, mix=mix, streaming=streaming)
+    chain = Pipeline(values).source().tokenize().mix().pack({"seq_length": 32})
+    two, four = (LoadStageConfig(batch_size=size) for size in (2, 4))
+    with pytest.raises(ConfigError, match=r"mix.weight_schedule: counts steps of 2 rows.*has 4"):
+        chain.copy().load(two).build().of_rank(0, 2)
+    whole = chain.load(four).build()
+    ranks = [list(whole.copy(two).of_rank(rank, 2)) for rank in (0, 1)]
+    for batch, *parts in zip(whole, *ranks, strict=True):
+        rows = {row.tobytes() for part in parts for row in part["input_ids"]}
+        assert rows == {row.tobytes() for row in batch["input_ids"]}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("option", "value", "packed"),
+    [
+        ("return_attention_mask", True, True),
+        ("padding_side", "left", True),
+        ("padding", "max_length", False),
+    ],
+)
+def test_datasets_of_a_mixture_agree_on_the_shape_of_batches(
+    tmp_path: Path, option: str, value: Any, packed: bool, streaming: bool
+) -> None:
+    def chain(**changed: Any) -> Any:
+        datasets = [
+            DatasetConfig(name=name, data_files=[{"text": name}] * 9, tokenizer_kwargs=options)
+            for name, options in (("a", {"max_length": 9}), ("b", {"max_length": 9} | changed))
+        ]
+        data = Pipeline(config(tmp_path, datasets=datasets, streaming=streaming)).source()
+        mixed = data.tokenize().mix({"stop_strategy": "all_exhausted"})
+        return (mixed.pack({"seq_length": 9}) if packed else mixed).load({"batch_size": 4})
+
+    assert next(iter(chain().build()))["input_ids"].shape[0] == 4
+    with pytest.raises(
+        ConfigError, match=rf"datasets.b.tokenizer.{option}: {value!r}, but dataset 'a' has"
+    ):
+        chain(**{option: value}).build()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

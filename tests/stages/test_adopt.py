@@ -167,14 +167,25 @@ def test_saved_tokens_can_be_limited_and_their_type_is_not_another(tmp_path: Pat
         Pipeline(config(tmp_path, datasets=[other])).source()
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("content_field", "body"), ("train_on", "completion"), ("length", {"policy": "drop"})],
+)
+def test_options_of_text_are_refused_on_tokens(tmp_path: Path, option: str, value: object) -> None:
+    rows = [{"input_ids": [1, 2, 3]}]
+    datasets = [{"name": "x", "data_files": rows, option: value}]
+    with pytest.raises(ConfigError, match=rf"datasets\[0\].{option}: has no effect: .* are tokens"):
+        Pipeline(config(tmp_path, datasets=datasets)).source().tokenize()
+
+
 def test_tokens_that_were_made_before_are_padded_as_the_tokenizer_says_that_the_config_names(
     tmp_path: Path,
 ) -> None:
     rows = [{"input_ids": list(range(3 + i % 5))} for i in range(12)]
-    options = TokenizerConfig(
-        name_or_path=tokenizer(), max_length=9, padding="max_length", return_attention_mask=True
-    )
+    own = {"max_length": 9, "padding": "max_length", "return_attention_mask": True}
+    options = TokenizerConfig(name_or_path=tokenizer(), **own)
     for given in (
+        {"datasets": [DatasetConfig(name="d", data_files=rows, tokenizer_kwargs=own)]},
         {"default_tokenizer": options},
         {"datasets": [DatasetConfig(name="d", data_files=rows, tokenizer=options)]},
     ):

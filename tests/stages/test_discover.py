@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -224,6 +225,16 @@ def test_globs_hive_and_compressed(tmp_path: Path) -> None:
     assert part.sample[0] == {"text": "de 0", "lang": "de"}
     assert_reads(found)
     assert discover(str(tmp_path / "hive" / "*" / "*.parquet")).parts[0].num_rows == 20
+
+
+def test_only_names_below_the_folder_of_all_files_speak_of_splits(tmp_path: Path) -> None:
+    url, here = f"memory://dev-{tmp_path.name}/val", tmp_path / "val"
+    for name in ("train.jsonl", "test.jsonl"):
+        with fsspec.open(f"{url}/{name}", "wt") as file:
+            file.write('{"text": "a"}\n')
+        jsonl(here / name, [{"text": "b"}])
+    for data in (url, str(here), [url, str(here)]):
+        assert {*discover(data).splits} == {"train", "test"}, data
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt", "rows.json"])

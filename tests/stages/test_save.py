@@ -4,6 +4,7 @@ is not theirs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -49,6 +50,7 @@ from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import digest
 from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS, schema_text
+from easypipe.jobs import chain as chain_of
 from easypipe.save import sizes
 from easypipe.save.card import CARD, HUB_CARD, YAML, public_name, size_category
 from easypipe.save.config import CODECS, Compression, parse_bytes
@@ -58,7 +60,9 @@ from easypipe.save.sizes import default_shard_bytes, edges_by_bytes, edges_by_si
 from easypipe.save.verify import verify
 from easypipe.save.write_folder import SavedFolder
 from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.sources.open import open_files
 from easypipe.stages.mix.mixture import PlannedSource
+from easypipe.stages.source.interleave import block_mixture_interleave
 from pipelines import config, jsonl, texts, tokenizer
 from stores import SECRET, Store
 from strategies import examples
@@ -651,6 +655,47 @@ def test_each_dataset_has_its_own_folder_or_save_path(tmp_path: Path) -> None:
         Pipeline(config(tmp_path, datasets=datasets)).source().tokenize().mix(
             MixStageConfig(stop_strategy="all_exhausted")
         ).save(SaveStageConfig(output_dir=tmp_path / "mixed"))
+    formats = [dataclasses.replace(dataset, save_path=None) for dataset in datasets]
+    with pytest.raises(ConfigError, match=r"datasets.a.save_format: has no effect after mix\(\)"):
+        Pipeline(config(tmp_path, datasets=formats)).source().tokenize().mix(
+            MixStageConfig(stop_strategy="all_exhausted")
+        ).save(SaveStageConfig(output_dir=tmp_path / "mixed"))
+
+
+@pytest.mark.parametrize("option", [{"save_path": "out"}, {"save_format": "jsonl"}])
+def test_where_a_dataset_is_saved_is_refused_in_a_config_without_save(
+    tmp_path: Path, option: dict[str, str]
+) -> None:
+    datasets = [DatasetConfig(name="a", data_files=[{"text": "one"}], **option)]
+    [name] = option
+    with pytest.raises(ConfigError, match=rf"datasets\[0\].{name}: has no effect without save"):
+        chain_of(config(tmp_path, datasets=datasets))
+
+
+def test_bad_rows_of_text_that_is_saved_as_it_is_are_only_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n{"text"\n')
+    bad = {"on_error": "quarantine", "max_bad_rows": 0}
+    datasets = [DatasetConfig(name="x", data_files=str(rows), **bad)]
+    chain = Pipeline(config(tmp_path, datasets=datasets)).source()
+    chain.save(SaveStageConfig(output_dir=tmp_path / "out")).build()
+    for option in ("on_error 'quarantine'", "max_bad_rows 0"):
+        assert f"dataset x: {option} has no effect on rows that are saved as they" in caplog.text
+
+
+@pytest.mark.parametrize("twice", ["datasets", "stages"])
+def test_what_a_pipeline_saves_is_not_replaced_by_itself(tmp_path: Path, twice: str) -> None:
+    own = {"save_path": tmp_path / "out"} if twice == "datasets" else {}
+    datasets = [DatasetConfig(name=name, data_files=[{"text": name}], **own) for name in "ab"]
+    save = SaveStageConfig(output_dir=tmp_path / "out", overwrite=True)
+    chain = Pipeline(config(tmp_path, datasets=datasets)).source().save(save).tokenize()
+    chain = chain if twice == "datasets" else chain.save(save)
+    again = "out: dataset 'b'" if twice == "datasets" else "out/a: dataset 'a'"
+    with pytest.raises(ConfigError, match=rf"save.output_dir=.*/{again} would replace what"):
+        chain.build()
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_folder(tmp_path: Path) -> None:
@@ -765,6 +810,48 @@ def killed_then_finished(tmp_path: Path, url: str, storage_options: dict | None 
 def test_memory_filesystem(tmp_path: Path) -> None:
     """Remote folders go the same way: through fsspec, manifest last."""
     killed_then_finished(tmp_path, f"memory://{tmp_path.name}/out")
+
+
+def test_a_folder_may_have_the_name_of_a_file(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/rows.parquet"
+    packed(tmp_path).save(SaveStageConfig(output_dir=url)).build()
+    assert load_saved(url).packed
+    again = config(tmp_path, datasets=[DatasetConfig(data_files=url)])
+    assert Pipeline(again).source().load().build().rows.seq_length == 64
+
+
+@pytest.mark.parametrize("kind", list(CODECS))
+@pytest.mark.parametrize("good", [0, 2])
+def test_files_without_a_row_are_read_back(tmp_path: Path, kind: str, good: int) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{\n" * 4 + '{"text": "a"}\n' * good)
+    data = str(rows) if good else pa.table({"text": pa.array([], "string")})
+    datasets = [DatasetConfig(name="x", data_files=data, on_error="skip")]
+    save = SaveStageConfig(output_dir=tmp_path / "out", format=kind, num_shards=3 if good else 1)
+    Pipeline(config(tmp_path, datasets=datasets)).source().save(save).build()
+    assert table(load_saved(tmp_path / "out")).column("text").to_pylist() == ["a"] * good
+    assert [found.problems for found in verify(tmp_path / "out")] == [()]
+
+
+def test_rows_that_a_source_leaves_out_without_a_word_are_counted(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    mixed = block_mixture_interleave(
+        {"x": open_files(str(rows)), "y": [{"text": "c"}]}, stop_strategy="all_exhausted"
+    )
+    chain = Pipeline(config(tmp_path, datasets=[])).source(mixed)
+    report = chain.save(SaveStageConfig(output_dir=tmp_path / "out")).build()
+    assert report.rejected == {"dataset1": {"other": 1}}
+    assert sorted(table(load_saved(tmp_path / "out")).column("text").to_pylist()) == ["a", "b", "c"]
+
+
+def test_saved_tokens_are_not_taken_for_those_of_another_tokenizer(tmp_path: Path) -> None:
+    straight = Pipeline(config(tmp_path)).source().tokenize()
+    straight.save(SaveStageConfig(output_dir=tmp_path / "out")).build()
+    folders = [str(tmp_path / "out" / name) for name in ("code", "docs")]
+    several = config(tmp_path, datasets=[DatasetConfig(name="x", data_files=folders)])
+    with pytest.raises(ConfigError, match=r"datasets.x.data_files\[0\]: .* a folder of saved tok"):
+        Pipeline(several).source()
 
 
 def test_file_urls(tmp_path: Path) -> None:
@@ -1156,6 +1243,14 @@ def test_every_value_of_json_is_written(value: object, kind: pa.DataType) -> Non
         write(batch)
     lines = sink.getvalue().to_pybytes().splitlines()
     assert [json.loads(line) for line in lines] == [{"x": value}, {"x": None}]
+
+
+def test_a_number_that_json_lacks_is_named(tmp_path: Path) -> None:
+    rows = [{"text": "a", "score": score} for score in (1.0, float("nan"))]
+    pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(data_files=rows)])).source()
+    save = SaveStageConfig(output_dir=tmp_path / "out", format="jsonl")
+    with pytest.raises(ConfigError, match=r"format: JSON cannot hold column 'score': it has a NaN"):
+        pipeline.save(save).build()
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from easypipe.loader.loader import Loader
 from easypipe.pipeline import Pipeline
 from easypipe.plan.order import OrderConfig
 from easypipe.stages.config import PipelineConfig
+from easypipe.stages.load.stage import require_a_batch
 from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.pack.stage import PackStage
 from easypipe.stages.source.config import DatasetConfig
@@ -252,7 +253,7 @@ def create_dataloaders(
         tokenizer: As in TransformerDataset.
 
     Raises:
-        ConfigError: A stream does not fill one batch.
+        ConfigError: A stream does not fill one batch of this rank.
     """
     options = DataLoaderConfig(
         batch_size=batch_size,
@@ -277,7 +278,9 @@ def create_dataloaders(
             shuffle_seed=order if train else None,
         )
         loader: Loader = pipeline.load(dataclasses.replace(load, drop_last=train)).build()
-        return loader if world_size == 1 else loader.of_rank(rank, world_size)
+        own = loader if world_size == 1 else loader.of_rank(rank, world_size)
+        require_a_batch("stream", own.rows, own.config)
+        return own
 
     first = options.seed or 0
     return EpochLoader(

@@ -7,6 +7,7 @@ files of lines, and the card of a Hub dataset.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -213,7 +214,9 @@ def _in_files(
         ], []
     if isinstance(data, str) and is_saved(data, look.storage):
         manifest = read_manifest(data, look.storage)
-        files = resolve([join(data, shard.name) for shard in manifest.shards], look.storage)
+        files = resolve(
+            [join(data, one.name) for one in manifest.readable or manifest.shards], look.storage
+        )
         format = READERS.get(manifest.format, manifest.format)
         return [Candidate(files=tuple(files), format=format, reads=reads, manifest=manifest)], []
     files = resolve(data, look.storage, extensions=None if kind is None else [kind])
@@ -221,13 +224,17 @@ def _in_files(
     reads = {**reads, **{name: value for name, value in given.items() if value is not None}}
     groups: dict[tuple[str, str], list[FileRef]] = {}
     notes: list[str] = []
-    above = os.path.commonpath([os.path.dirname(file.path) for file in files])
+    above = {}  # of files here and of URLs: how many folders all of their paths begin with
+    for remote in (False, True):
+        folders = [file.path.split("/")[:-1] for file in files if file.remote == remote]
+        same = itertools.takewhile(lambda names: len({*names}) == 1, zip(*folders, strict=False))
+        above[remote] = len([*same])
     for file in files:
         format = kind or format_of(file.path)
         if format is None:
             notes.append(f"{file.path}: its extension names no format, so it was left out")
             continue
-        split = split_word(file.path.removeprefix(above)) or TRAIN
+        split = split_word("/".join(file.path.split("/")[above[file.remote] :])) or TRAIN
         groups.setdefault((split, format), []).append(file)
     if not groups:
         open_files(data, storage_options=look.storage)  # its error is about the extension

@@ -27,7 +27,7 @@ from easypipe.loader.order import ReadingOrder
 from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
 from easypipe.loader.row_transforms import MappedRows, RowTransform
-from easypipe.loader.rows.ranks import RankRows
+from easypipe.loader.rows.ranks import RankRows, check_rank
 from easypipe.loader.rows.rows import Mark, RowReader, Rows, Share
 from easypipe.loader.state import LoaderState
 from easypipe.loader.steps import Steps
@@ -208,7 +208,22 @@ class Loader:
         Batch t of all ranks together is batch t of a loader whose batches are world_size times as
         large. This is for programs with ranks and without a mesh. With drop_last all ranks have
         equally many batches.
+
+        Raises:
+            ConfigError: There is no such rank, or weights follow the training step, and one step of
+                all ranks has another number of rows than load() was told.
         """
+        check_rank(rank, world_size)
+        own = ((0, self.batch_size), *self.config.batch_size_schedule)
+        every = tuple((step, size * world_size) for step, size in own)
+        require(
+            self.rows.step_sizes in ((), every),
+            "mix.weight_schedule",
+            f"counts steps of {self.batch_size} rows, and a step of {world_size} ranks has "
+            f"{every[0][1]}",
+            f"Call load() with a batch_size of {every[0][1]}, then "
+            f"loader.copy(LoadStageConfig(batch_size={self.batch_size}, ...)).of_rank(...).",
+        )
         return self._clone(
             RankRows(self.rows, rank, world_size, even=self.config.drop_last), self.config
         )

@@ -26,6 +26,7 @@ from easypipe.pipeline import Pipeline
 from easypipe.previews.preview import Piece, Preview, Sample, SampleSegment
 from easypipe.stages.config import PipelineConfig, settings_of
 from easypipe.stages.load.stage import LoadStage
+from easypipe.stages.mix.mixture import planned_of
 from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.save import SaveStage
 from easypipe.stages.source.stage import SourceStage
@@ -88,8 +89,10 @@ def preview(
 
 def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
     """Returns the first `n` samples of a pipeline, with notes on what happened to other rows."""
-    loader = pipeline.copy().load(LoadStageConfig(batch_size=n, drop_last=False)).loader()
-    explained = loader.explain(0)
+    planned = [planned_of(source) for source in pipeline.get_data().values()]
+    step = next((one.mixture.batch_size for one in planned if one is not None), None) or n
+    loader = pipeline.copy().load(LoadStageConfig(batch_size=step, drop_last=False)).loader()
+    explained = loader.copy(dataclasses.replace(loader.config, batch_size=n)).explain(0)
     tokenized = pipeline.tokenized()
     only = next(iter(tokenized), "") if len(tokenized) == 1 else ""
     samples = [

@@ -17,6 +17,7 @@ import yaml
 from easypipe.core import storage
 from easypipe.core.remote import StorageOptions
 from easypipe.core.values import JsonObject
+from easypipe.core.visible import visible
 from easypipe.save.saved import MANIFEST, SavedManifest, join
 
 log = logging.getLogger("easypipe")
@@ -174,8 +175,9 @@ def _section(part: CardPart, *, several: bool) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
+    cells = ([visible(cell).replace("|", "\\|") for cell in line] for line in lines)
     return "".join(
-        "|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in lines
+        "|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in cells
     )
 
 

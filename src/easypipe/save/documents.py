@@ -10,7 +10,7 @@ import pyarrow as pa
 from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, scan
+from easypipe.core.protocols import Reject, Scan, Shard, ShardedSource, Source, by_row, scan
 from easypipe.core.schema import (
     INPUT_IDS,
     LOSS_MASK,
@@ -97,4 +97,9 @@ class UnnumberedRows(Source):
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         batch, rejects = scan(self._source, shard, start, stop)
+        # Some sources only say which rows they pass on.
+        told = batch.num_rows + sum(reject.count for reject in rejects)
+        if gone := stop - start - told:
+            other = Reject(row=start, reason="other", detail="", benign=True, count=gone)
+            rejects = by_row((*rejects, other))
         return Scan(batch.select(data_columns(batch.schema)), rejects)

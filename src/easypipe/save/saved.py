@@ -41,11 +41,14 @@ from easypipe.core.schema import (
     without_row_numbers,
 )
 from easypipe.core.values import JsonObject
+from easypipe.sources.base import FileSource
+from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import format_of
 
 MANIFEST = "_easypipe.json"
 FORMAT_VERSION = 1
+EMPTY_BYTES = 20  # the most that a codec of JSON lines writes for no rows
 
 _KEYS = (
     "format_version", "fingerprint", "format", "compression", "schema", "columns", "num_rows",
@@ -118,6 +121,13 @@ class SavedManifest:
         return sum(shard.num_bytes for shard in self.shards)
 
     @property
+    def readable(self) -> tuple[SavedShard, ...]:
+        """The shards that can be opened: JSON lines without a row are an empty file."""
+        lines = self.format == "jsonl"
+        empty = [lines and not one.num_rows and one.num_bytes <= EMPTY_BYTES for one in self.shards]
+        return tuple(one for one, nothing in zip(self.shards, empty, strict=True) if not nothing)
+
+    @property
     def rejected(self) -> Mapping[str, int]:
         """Rows of the source that were not written, by reason."""
         counts = Counter[str]()
@@ -164,10 +174,10 @@ def join(folder: str | Path, name: str) -> str:
 
 def is_saved(path: str | Path, storage_options: StorageOptions = None) -> bool:
     """Whether a folder or URL is a complete saved folder."""
-    if storage.is_remote(path) and (
-        any(c in str(path) for c in "*?[") or format_of(str(path)) is not None
-    ):
-        # A pattern, or a URL of a file, is not a folder, which is clear without a request.
+    url = str(path)
+    named = url.startswith(("http://", "https://", "hf://")) and format_of(url) is not None
+    if storage.is_remote(path) and (named or any(c in url for c in "*?[")):
+        # A pattern, or a file where nothing is saved, is not a folder: no server need be asked.
         return False
     return storage.exists(join(path, MANIFEST), storage_options)
 
@@ -267,9 +277,14 @@ class SavedSource(Source):
         self.fingerprint = self.manifest.fingerprint
         for shard in self.manifest.shards:
             _check_size(join(folder, shard.name), shard.num_bytes, storage_options)
-        paths = [join(folder, shard.name) for shard in self.manifest.shards]
+        self.saved = self.manifest.readable or self.manifest.shards[:1]
+        paths = [join(folder, shard.name) for shard in self.manifest.readable]
         kind = "json" if self.manifest.format == "jsonl" else self.manifest.format
-        self._files = open_files(paths, type=kind, storage_options=storage_options)
+        self._files: FileSource | InMemoryShardedSource = (
+            open_files(paths, type=kind, storage_options=storage_options)
+            if paths
+            else InMemoryShardedSource(self.schema.empty_table(), name=self.saved[0].name)
+        )
         self.waits = self._files.waits
 
     @property
@@ -289,7 +304,7 @@ class SavedSource(Source):
     @property
     def shards(self) -> tuple[Shard, ...]:
         files = self._files.shards
-        for shard, saved in zip(files, self.manifest.shards, strict=True):
+        for shard, saved in zip(files, self.saved, strict=True):
             if shard.num_rows not in (None, saved.num_rows):
                 raise CacheError(
                     at=join(self.folder, saved.name),
@@ -300,11 +315,11 @@ class SavedSource(Source):
             Shard(
                 name=shard.name, num_rows=saved.num_rows, cuts=shard.cuts, num_bytes=saved.num_bytes
             )
-            for shard, saved in zip(files, self.manifest.shards, strict=True)
+            for shard, saved in zip(files, self.saved, strict=True)
         )
 
     def shard_identity(self, shard: int) -> str:
-        return self.manifest.shards[shard].checksum
+        return self.saved[shard].checksum
 
     def fetched(self, shard: int, start: int, stop: int) -> AbstractContextManager[None]:
         return fetched(self._files, shard, start, stop)
@@ -331,7 +346,7 @@ def load_saved(path: str | Path, storage_options: StorageOptions = None) -> Save
         CacheError: The size of a shard differs from the manifest, or the manifest is of another
             version.
     """
-    if is_saved(path, storage_options):
+    if storage.exists(join(path, MANIFEST), storage_options):
         return SavedSource(path, storage_options)
     names = storage.names_in(path, storage_options)
     below = [

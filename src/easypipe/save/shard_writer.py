@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from easypipe.core.errors import require
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import SOURCE, is_list
 from easypipe.save.parquet_lists import ListsWriter, holds_lists_of_integers
 
@@ -106,7 +106,24 @@ def _lines(batch: pa.RecordBatch) -> bytes:
     """Returns a batch as lines of JSON."""
     # Text needs a Python object for every row: for speed there are parquet and arrow.
     rows = batch.to_pylist()
-    return "".join(
-        json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
-        for row in rows
-    ).encode()
+    try:
+        return "".join(
+            json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+            for row in rows
+        ).encode()
+    except ValueError:
+        odd = next(name for row in rows for name, value in row.items() if not _is_json(value))
+        raise ConfigError(
+            at="format",
+            problem=f"JSON cannot hold column {odd!r}: it has a NaN or an infinity",
+            fix="Save as parquet or arrow.",
+        ) from None
+
+
+def _is_json(value: object) -> bool:
+    """Whether a value holds neither NaN nor infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True

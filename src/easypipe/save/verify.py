@@ -179,7 +179,7 @@ def _saved_rows(
     path = saved.join(folder, saved.MANIFEST)
     try:
         source = saved.SavedSource(folder, storage_options)
-        for i, (shard, info) in enumerate(zip(manifest.shards, source.shards, strict=True)):
+        for i, (shard, info) in enumerate(zip(source.saved, source.shards, strict=True)):
             rows = tokens = 0
             for start in range(0, info.num_rows or 0, BATCH_ROWS):
                 batch = source.read(i, start, min(start + BATCH_ROWS, info.num_rows or 0))

@@ -21,7 +21,7 @@ from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.source.config import DatasetConfig, no_datasets
 from easypipe.stages.streamable import require_streamable
 from easypipe.stages.tokenize.config import TokenizeStageConfig
-from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.config import TokenizerConfig, with_options
 
 
 @config
@@ -210,7 +210,9 @@ def settings_of(context: PipelineContext) -> PipelineConfig:
 def tokenizer_config_of(name: str, context: PipelineContext) -> TokenizerConfig | str | None:
     """Returns the tokenizer that the config names for a dataset: its own, else the default."""
     own = datasets_of(context).get(name)
-    return (own and own.tokenizer) or settings_of(context).default_tokenizer
+    chosen = (own and own.tokenizer) or settings_of(context).default_tokenizer
+    more = own and own.tokenizer_kwargs
+    return with_options(chosen, more) if chosen is not None and more else chosen
 
 
 def datasets_of(context: PipelineContext) -> Mapping[str, DatasetConfig]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from easypipe.core.config import fields_of
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import (
@@ -29,6 +31,8 @@ from easypipe.stages.config import datasets_of
 from easypipe.stages.mix.mixture import planned_of
 from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.tokenize.documents import is_documents, trained_turns
+
+log = logging.getLogger("easypipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,19 @@ class SaveStage(BaseStage):
                 f"{target.dataset!r} never ends: its stop_strategy is 'restart'",
                 "Set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
             )
+            own = datasets_of(context).get(target.dataset)
+            if own is not None and planned is None and not is_documents(target.source):
+                unheard = {
+                    "on_error 'quarantine'": own.on_error == "quarantine",
+                    f"max_bad_rows {own.max_bad_rows}": own.max_bad_rows is not None,
+                }
+                for option in (name for name, given in unheard.items() if given):
+                    log.warning(
+                        "dataset %s: %s has no effect on rows that are saved as they are: bad rows "
+                        "are left out and counted; call tokenize() before save()",
+                        target.dataset,
+                        option,
+                    )
             if target.config.format == "jsonl":
                 check_json(target.source.schema)
         return data
@@ -119,12 +136,13 @@ class SaveStage(BaseStage):
             return []
         datasets = datasets_of(context)
         for name, dataset in datasets.items():
-            require(
-                dataset.save_path is None or name in data,
-                f"datasets.{name}.save_path",
-                "has no effect after mix(), where the datasets are one",
-                "Save before mix(), or drop it and set save.output_dir.",
-            )
+            for own, instead in (("save_path", "output_dir"), ("save_format", "format")):
+                require(
+                    fields_of(dataset)[own] is None or name in data,
+                    f"datasets.{name}.{own}",
+                    "has no effect after mix(), where the datasets are one",
+                    f"Save before mix(), or drop it and set save.{instead}.",
+                )
         targets = []
         for name, source in data.items():
             config, folder = self.config, self.config.output_dir

@@ -89,6 +89,8 @@ class PlannedRows(NumberedRows):
         self.seq_length = None if plan.spec.pack is None else plan.spec.pack.seq_length
         self.pad_token_id = pad_token_id
         self.num_epochs = plan.spec.num_epochs
+        if plan.spec.schedule is not None:
+            self.step_sizes = plan.spec.schedule.batch_sizes
         # one cache per dataset of the plan; they own the memory that the tables point to
         self.caches = tuple(caches)
         self._tables = tables([cache.buffers() for cache in caches])

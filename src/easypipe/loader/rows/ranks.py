@@ -45,6 +45,7 @@ class DerivedRows(Rows, RowReader):
         self.seq_length, self.pad_token_id = below.seq_length, below.pad_token_id
         self.lengths_are_free, self.by_number = below.lengths_are_free, below.by_number
         self.transforms, self.source_names = below.transforms, below.source_names
+        self.step_sizes = below.step_sizes
         self._reader = below.open()
         self._first, self._step, self._rank = first, step, rank
 
@@ -133,12 +134,9 @@ class RankRows(DerivedRows):
         even: Whether to leave out up to world_size - 1 last rows, so that all ranks have equally
             many; otherwise the first ranks may have one more.
 
-    Raises:
-        ConfigError: There is no such rank.
     """
 
     def __init__(self, rows: Rows, rank: int, world_size: int, *, even: bool) -> None:
-        check_rank(rank, world_size)
         super().__init__(rows, rows.num_epochs, step=world_size, rank=rank)
         self._even = even
 

@@ -123,6 +123,8 @@ class Rows(Protocol):
         transforms: (name, version) of each row transform, in order.
         source_names: The datasets numbered by the column `source_ids` of batches; () without that
             column.
+        step_sizes: (step, rows of a training step from there on), if the weights of datasets follow
+            the step; () otherwise.
     """
 
     seq_length: int | None
@@ -132,6 +134,7 @@ class Rows(Protocol):
     by_number: bool = True
     transforms: tuple[tuple[str, str], ...] = ()
     source_names: tuple[str, ...] = ()
+    step_sizes: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_rows(self) -> int | None:

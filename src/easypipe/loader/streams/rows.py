@@ -100,6 +100,10 @@ class StreamRows(Rows):
         self.sources, self.spec, self.pad_token_id = tuple(sources), spec, pad_token_id
         self.seq_length = None if spec.plan.pack is None else spec.plan.pack.seq_length
         self.num_epochs = spec.plan.num_epochs
+        if spec.plan.schedule is not None:  # its sizes are those of one stream
+            self.step_sizes = tuple(
+                (step, rows * spec.num_streams) for step, rows in spec.plan.schedule.batch_sizes
+            )
         self.workers, self.name = workers or cores(), name
         self._tokens_identity = tokens_identity
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from easypipe.cache.manifest import Counts
 from easypipe.cache.reader import TokenCache
 from easypipe.cache.verify import same_tokenizer_again
 from easypipe.core.aligned import SOURCE_IDS, values_of
-from easypipe.core.config import digest
+from easypipe.core.config import digest, fields_of
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError, require
 from easypipe.core.protocols import (
     BaseStage,
@@ -106,6 +106,9 @@ class LoadStage(BaseStage):
         saved = SEGMENT_IDS in source.schema.names and planned_of(source) is None
         planned = None if saved else as_planned(name, source, context, stage="load")
         options = self._options(name, planned)
+        parts = {name: source} if planned is None else planned.mixture.parts
+        packed = planned is None or planned.packing is not None
+        tokenizer = _tokenizer_options(parts, context, packed=packed)
         decoder = remember = None
         if streaming:
             rows = _stream_rows(name, planned, context, options)
@@ -129,13 +132,11 @@ class LoadStage(BaseStage):
                 and rows.num_rows is not None
             ):
                 remember()
-        parts = {name: source} if planned is None else planned.mixture.parts
-        of = _tokenizer_options(*next(iter(parts.items())), context)
         return Loader(
             rows,
             options,
             seed=seed,
-            collate=_collate(of, planned, None if streaming else rows),
+            collate=_collate(tokenizer, planned, None if streaming else rows),
             name=f"loader of {name!r}",
             decoder=decoder,
             remember=remember,
@@ -244,17 +245,42 @@ def _with_source_ids(rows: Rows) -> PlannedRows | StreamRows:
 
 
 def _tokenizer_options(
-    name: str, source: ShardedSource, context: PipelineContext
+    parts: Mapping[str, ShardedSource], context: PipelineContext, *, packed: bool
 ) -> TokenizerConfig | None:
     """Returns the options of the tokenizer that made the documents.
 
     For data that was already tokenized, it is the tokenizer that the config names.
+
+    Raises:
+        ConfigError: Datasets of a mixture differ in an option that is one for a whole batch.
     """
-    tokenizer = tokenizer_of(source)
-    if tokenizer is not None:
-        return tokenizer.config
-    named = tokenizer_config_of(name, context)
-    return named if isinstance(named, TokenizerConfig) else None
+    first: tuple[str, TokenizerConfig] | None = None
+    for name, source in parts.items():
+        tokenizer = tokenizer_of(source)
+        options = tokenizer_config_of(name, context) if tokenizer is None else tokenizer.config
+        if not isinstance(options, TokenizerConfig):
+            continue
+        first = first or (name, options)
+        ours, theirs = (_of_batches(one, packed=packed) for one in (options, first[1]))
+        for option, value in ours.items():
+            require(
+                value == theirs[option],
+                f"datasets.{name}.tokenizer.{option}",
+                f"{value!r}, but dataset {first[0]!r} has {theirs[option]!r}, and batches hold "
+                "rows of both",
+                "Give all datasets the same, or set it in default_tokenizer alone.",
+            )
+    return first and first[1]
+
+
+def _of_batches(options: TokenizerConfig, *, packed: bool) -> Arguments:
+    """Returns the options of a tokenizer that decide the shape and the columns of batches."""
+    names = ("return_attention_mask", "padding_side", "pad_to_multiple_of", "length_buckets")
+    found = {name: fields_of(options)[name] for name in names}
+    if not packed:
+        found["padding"] = "longest" if options.padding is True else options.padding
+        found["max_length"] = options.max_length if options.padding == "max_length" else None
+    return found
 
 
 def _widths(buckets: int | Sequence[int], rows: Rows | None) -> tuple[int, ...]:

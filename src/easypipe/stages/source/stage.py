@@ -16,8 +16,9 @@ from easypipe.core.protocols import (
     info_of,
     select,
 )
+from easypipe.core.storage import is_remote
 from easypipe.core.values import Arguments
-from easypipe.save.saved import SavedSource, is_saved, load_saved
+from easypipe.save.saved import SavedSource, is_saved, load_saved, read_manifest
 from easypipe.sources.base import FileOptions
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.objects import open_object
@@ -26,6 +27,7 @@ from easypipe.sources.formats.forward import open_forward
 from easypipe.sources.formats.records import MAX_RECORD_BYTES
 from easypipe.sources.hub.source import HuggingFaceShardedSource
 from easypipe.sources.open import open_files, require_text_files
+from easypipe.sources.refs import format_of
 from easypipe.sources.splits import PartialSource, limited
 from easypipe.stages.config import datasets_of
 from easypipe.stages.source.columns import formatted, read_columns, template_columns
@@ -137,6 +139,15 @@ def open_dataset(
     elif isinstance(files, str | Path) and is_saved(files, dataset.storage_options):
         source = _saved(dataset, load_saved(files, dataset.storage_options))
     else:
+        for i, one in enumerate(files if isinstance(files, list | tuple) else ()):
+            here = format_of(str(one)) is None and not is_remote(one) and is_saved(one)
+            require(
+                not here or read_manifest(one).tokens is None,
+                f"datasets.{dataset.name}.data_files[{i}]",
+                f"{str(one)!r} is a folder of saved tokens, and a list of files does not tell "
+                "whose they are",
+                "Give each such folder as a dataset of its own.",
+            )
         source = _plain_files(dataset, context)
     if isinstance(source, Source):
         source = source.exactly(template_columns(dataset))

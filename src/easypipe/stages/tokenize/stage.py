@@ -10,14 +10,14 @@ from typing import Any
 
 from easypipe.cache.location import cache_folder_of
 from easypipe.core.class_names import classes_of
-from easypipe.core.config import digest
+from easypipe.core.config import digest, fields_of
 from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Sources
 from easypipe.core.schema import INPUT_IDS, data_columns
 from easypipe.core.values import Arguments
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.source.columns import kept_columns
-from easypipe.stages.source.config import DatasetConfig
+from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.encoders import form_of
@@ -58,13 +58,19 @@ class TokenizeStage(BaseStage):
         room = pack.seq_length if pack is not None and pack.holds else None
         result: Sources = {}
         for name, source in data.items():
+            number, dataset = datasets.get(name, (None, None))
             if INPUT_IDS in source.schema.names:
                 logger.info(
                     "dataset %s: holds %s already, tokenize() leaves it as it is", name, INPUT_IDS
                 )
                 result[name] = source
+                for option in () if dataset is None else _options_of_text(dataset):
+                    raise ConfigError(
+                        at=f"datasets[{number}].{option}",
+                        problem=f"has no effect: the rows of dataset {name!r} are tokens already",
+                        fix="Leave it out.",
+                    )
                 continue
-            number, dataset = datasets.get(name, (None, None))
             require(
                 dataset is None or not dataset.aligned,
                 f"datasets[{number}].aligned_columns",
@@ -125,6 +131,13 @@ def _choose(
         return with_options(chosen, None if dataset is None else dataset.tokenizer_kwargs)
     except ConfigError as error:
         raise error.under(f"datasets[{number}].tokenizer_kwargs") from None
+
+
+def _options_of_text(dataset: DatasetConfig) -> list[str]:
+    """Returns the options of a dataset that say how its text is read and cut."""
+    options = fields_of(dataset)
+    given = [name for name in (*PROMPT_OPTIONS, "prompt", "length") if options[name] is not None]
+    return [*given, *(["content_field"] if dataset.content_field != "text" else [])]
 
 
 def _kept_columns(
