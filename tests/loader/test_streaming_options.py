@@ -94,13 +94,12 @@ def owners(batch: dict[str, np.ndarray]) -> Counter[int]:
 LATE = 2  # batches that windows of a stage this short may run on into the next one
 
 
-def test_weights_change_at_the_batch_of_the_step(tmp_path: Path) -> None:
-    seen = [
-        owners(batch)
-        for batch in itertools.islice(build(tmp_path, {"weight_schedule": POINTS}), 60)
-    ]
+@pytest.mark.parametrize(("strategy", "late"), [("pool", LATE), ("first_fit", 0), ("concat", 0)])
+def test_weights_change_at_the_batch_of_the_step(tmp_path: Path, strategy: str, late: int) -> None:
+    loader = build(tmp_path, {"weight_schedule": POINTS}, pack={"strategy": strategy})
+    seen = [owners(batch) for batch in itertools.islice(loader, 60)]
     assert all(set(batch) == {0} for batch in seen[:20])
-    assert all(set(batch) == {1} for batch in seen[20 + LATE :])
+    assert all(set(batch) == {1} for batch in seen[20 + late :])
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
