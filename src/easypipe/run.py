@@ -11,7 +11,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from easypipe.core import locks
 from easypipe.core.aligned import DESIRABLE
 from easypipe.core.config import config, from_dict, to_dict
 from easypipe.core.errors import ConfigError, require
@@ -23,7 +22,7 @@ from easypipe.core.protocols import (
     info_of,
     silent,
 )
-from easypipe.core.values import Arguments
+from easypipe.core.values import Arguments, Json
 from easypipe.history import host_load, plan_of_run
 from easypipe.jobs import (
     Prepared,
@@ -52,7 +51,7 @@ from easypipe.train.parallel.distributed import initialize, shared_seed
 from easypipe.train.parallel.mesh import check_batch_size, check_row_length, checked_mesh, make_mesh
 from easypipe.train.plan.aot import StepPlan, plan_step
 from easypipe.train.plan.topology import Topology
-from easypipe.train.record import LEDGER, PLAN, recorded_seed, write_kept
+from easypipe.train.record import PLAN, check_record, recorded_seed, write_kept
 from easypipe.train.report.pictures import plot_run
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import TrainResult, run_training
@@ -220,7 +219,7 @@ def train(
         tokenizer=inputs.tokens.tokenizer,
         turns=inputs.turns,
     )
-    trainer.passes = inputs.passes()
+    trainer.passes, trainer.ledger = inputs.passes(), inputs.ledger
     return inputs.around(functools.partial(run_training, trainer), writes=trainer.writes)
 
 
@@ -242,13 +241,9 @@ class Inputs:
     def around(self, training: Callable[[], TrainResult], *, writes: bool) -> TrainResult:
         """Calls `training` and returns its result.
 
-        If `writes`, the ledger of the data is written into the run's folder before and after it.
+        If `writes`, the plan of several datasets is written into the run's folder after it.
         """
         folder, data = Path(os.path.expanduser(self.run.train.output_dir)), self.run.data
-        if writes:
-            # The lock is taken first, so that the ledger of a running run is not replaced.
-            with locks.training(folder):
-                write_kept(folder / LEDGER, self.prepared.report.ledger.to_json())
         drawn = writes and not data.streaming and len(data.datasets) > 1
         try:
             result = training()
@@ -259,6 +254,11 @@ class Inputs:
         if drawn:
             self._write_plan(folder, result.steps)
         return result
+
+    @property
+    def ledger(self) -> Json:
+        """The ledger of the data."""
+        return self.prepared.report.ledger.to_json()
 
     def passes(self) -> Passes:
         """Returns all data of the run, each row once, for a reference model."""
@@ -569,6 +569,7 @@ def _completed(run: RunConfig) -> RunConfig:
     A run without a data seed takes the one recorded in its folder, so that it continues with the
     same batches. A run whose data names no tokenizer takes that of its published model.
     """
+    check_record(run.train.output_dir)
     if isinstance(run.model, PretrainedConfig):
         run = dataclasses.replace(run, data=with_tokenizer_of(run.data, run.model))
     if run.data.seed is not None:

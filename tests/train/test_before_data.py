@@ -4,6 +4,7 @@ then.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ REFUSED = [
         "train.preference: is given, but the rows hold no pairs of answers",
     ),
     (["eval.held.default_tokenizer={other}"], "eval.held: its tokenizer '"),
+    (
+        ["train.output_dir={here}"],
+        "run.yaml: is not the record of a run, and training would replace it. Give another",
+    ),
 ]
 
 
@@ -89,7 +94,9 @@ def test_nothing_is_prepared_for_a_run_that_cannot_be(
     if any("{other}" in change for change in changes):
         train_bpe(texts(60), 270, ["<|endoftext|>"], tmp_path / "other")
     given = [
-        part for change in changes for part in ("--set", change.format(other=tmp_path / "other"))
+        part
+        for change in changes
+        for part in ("--set", change.format(other=tmp_path / "other", here=made))
     ]
     status = command(
         ["train", str(made / "run.yaml"), "--set", f"data.cache_dir={tmp_path / 'cache'}", *given]
@@ -111,6 +118,21 @@ def test_all_that_differs_is_named_at_once_where_the_data_is_prepared(
         names = ["train.steps", "loader.batch_size", "loader.config", *filter(None, [allowed])]
         assert f"train.resume_changes=[{','.join(names)}]." in told
         assert "loader.plan" not in told
+
+
+def test_a_run_that_is_refused_for_its_data_changes_no_file(
+    made: Path, tmp_path: Path, capsys: Any
+) -> None:
+    shutil.copytree(made / "out", tmp_path / "out")
+
+    def kept() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("out/*") if path.is_file()}
+
+    before, other = kept(), f"data.datasets.0.data_files={made / 'held.parquet'}"
+    given = ["--set", f"train.output_dir={tmp_path / 'out'}", "--set", other]
+    assert command(["train", str(made / "run.yaml"), *given]) != 0
+    assert "belongs to a run on other data" in " ".join(capsys.readouterr().err.split())
+    assert kept() == before
 
 
 def test_a_run_as_long_as_its_data_is_compared_without_its_steps(

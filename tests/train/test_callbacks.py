@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from easypipe.core.errors import TrainError
+from easypipe.core.errors import ConfigError, TrainError
 from easypipe.train.events import Callback
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh
@@ -134,13 +134,29 @@ def test_a_stop_before_the_first_step_is_told_so(tmp_path):
         run(tmp_path, Early())
 
 
-@pytest.mark.parametrize("state", [{"a": np.ones(2)}, {"a": object()}, {("a", "b"): 1}])
+def test_a_state_goes_back_to_a_callback_of_its_class(tmp_path, caplog):
+    class Other(Patient):
+        def restore(self, state):
+            raise AssertionError("it has none")
+
+    def run(callbacks, steps):
+        how = settings(tmp_path, steps=steps, resume_changes=["train.steps"])
+        evals = {"held": Arithmetic(1, seed=7)}
+        Trainer(Tiny, how, Arithmetic(), evals, callbacks=callbacks, mesh=MESH).run()
+        return [one.begun_with for one in callbacks]
+
+    run([Patient(), Patient()], 3)
+    assert run([Other(), Patient(), Patient(), Patient()], 4) == [0, 1, 1, 0]
+    assert "callbacks that this run lacks" not in caplog.text
+    assert run([Patient()], 5) == [2]
+    assert "holds states of callbacks that this run lacks: test_a_state" in caplog.text
+
+
+@pytest.mark.parametrize("state", [{"a": np.ones(2)}, {"a": object()}, {("a", "b"): 1}, {1: 2}])
 def test_a_state_that_is_no_json_names_its_callback(state, tmp_path):
     class Odd(Callback):
         def state(self):
             return state
 
-    with pytest.raises(
-        TrainError, match=r"callback Odd: what its state\(\) returns cannot be saved"
-    ):
+    with pytest.raises(ConfigError, match=r"callback Odd\.state\(\).*: is not plain JSON"):
         Trainer(Tiny, settings(tmp_path, steps=3), Arithmetic(), callbacks=[Odd()]).run()

@@ -120,6 +120,11 @@ def test_the_newest_and_the_best_stay(
         assert manager.best() == tmp_path / str(best), "the earlier one of two alike"
 
 
+class Numbered(Arithmetic):
+    def state(self):
+        return {"t": np.int64(self.t)}
+
+
 def test_bad_input_is_named(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "a", best_metric="loss")
     model, optimizer = trained(0, 1)
@@ -133,6 +138,14 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         ({"metrics": {"loss": "low"}}, r"metrics\.loss: 'low' is not a number"),
         ({"metrics": {"loss": float("nan")}}, r"metrics\.loss: nan cannot be compared"),
         ({"custom_state": {"a": {"b": object()}}}, r"custom_state\.a\.b: is not plain JSON"),
+        ({"custom_state": {"a": [{1: 2}]}}, r"custom_state\.a\[0\]: .* key 1 would be read back"),
+        ({"custom_state": {"a": float("inf")}}, r"custom_state\.a: is not plain JSON: inf"),
+        ({"epoch": np.int64(3)}, r"epoch: is not plain JSON: int64"),
+        ({"loader": Numbered()}, r"loader Numbered\.state\(\)\.t: is not plain JSON: int64"),
+        (
+            {"model": {"a/b": jnp.ones(1), "a": {"b": jnp.ones(2)}}},
+            "model: two leaves have the same path, since a key contains a slash",
+        ),
         ({"model": {"name": "gpt"}}, r"model\.name: str is neither an array nor a number"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -198,6 +198,21 @@ def test_the_lowest_is_best_by_default(tmp_path):
     assert read_kept(tmp_path / "low/best.json")[0]["step"] == lowest.steps
 
 
+def test_values_of_another_metric_are_not_compared(tmp_path, caplog):
+    loss = {"metric": "eval.held.loss", "mode": "max"}
+    trainer(tmp_path, {"best": loss, "early_stopping": loss | {"patience": 9}}, steps=4).run()
+    share = {"metric": "eval.held.token_accuracy", "mode": "max"}
+    options = {"measure": ("token_accuracy",), "resume_changes": ("train.steps",)}
+    result = trainer(
+        tmp_path, {"best": share, "early_stopping": share | {"patience": 1}}, steps=6, **options
+    ).run()
+    assert result.steps == 6
+    assert [one["step"] for one in read_kept(tmp_path / "best.json")] == [6]
+    for name in ("best", "early_stopping"):
+        text = f"train.callbacks.{name}: values of eval.held.loss (max) in the checkpoint are not"
+        assert text in caplog.text
+
+
 def test_a_best_checkpoint_that_is_gone_is_told(tmp_path, caplog):
     callbacks = {"best": {"metric": "eval.held.loss", "mode": "max"}}
     trainer(tmp_path, callbacks, steps=4, checkpoint=CheckpointConfig(keep=1)).run()

@@ -205,6 +205,11 @@ class Stop(Exception):
     pass
 
 
+class Counted(Arithmetic):
+    def state(self):
+        return {0: self.t}
+
+
 @pytest.mark.parametrize("stop", [1, 4, 7, 8, 11])
 def test_stopped_anywhere_the_curve_goes_on_bit_for_bit(finished, tmp_path, stop):
     folder, _, _ = finished
@@ -273,6 +278,35 @@ def test_a_signal_saves_and_leaves_with_its_code(finished, tmp_path, signum):
     assert [r["loss"] for r in whole] == [r["loss"] for r in cut]
 
 
+@pytest.mark.parametrize("at", [5, 10, STEPS])
+def test_an_evaluation_that_a_signal_left_out_is_made_when_the_run_continues(
+    finished, tmp_path, at, caplog
+):
+    folder, whole, _ = finished
+
+    def run(listener=lambda event: None):
+        held = {"held": Arithmetic(3, seed=9, last=3)}
+        return trainer(tmp_path, evals=held, eval_every=5, listener=listener).run()
+
+    def stopping(event):
+        if event.kind == "step" and event.step == at - 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    def failing(event):
+        if event.kind == "evaluated":
+            raise Stop
+
+    with pytest.raises(Interrupted, match=f"step {at}: stopped by SIGTERM"):
+        run(stopping)
+    with pytest.raises(Stop):
+        run(failing)
+    for _ in range(2):
+        assert run().last["eval"] == whole.last["eval"]
+    cut, uncut = (numbers(read_metrics(one / "metrics.jsonl")) for one in (tmp_path, folder))
+    assert cut == uncut
+    assert "damaged" not in caplog.text
+
+
 def test_off_the_main_thread_a_run_works_too(tmp_path):
     results = []
     thread = threading.Thread(target=lambda: results.append(trainer(tmp_path, steps=3).run()))
@@ -339,6 +373,11 @@ def test_what_cannot_run_is_refused_before_anything_is_made(tmp_path):
             {"evals": {"held": Arithmetic()}},
             ConfigError,
             "train.eval_batches: held-out loader 'held' never ends.",
+        ),
+        (
+            {"train": Counted()},
+            ConfigError,
+            "loader Counted.state(): is not plain JSON: its key 0 would be read back as a text",
         ),
         (
             {"accumulate_steps": 3},

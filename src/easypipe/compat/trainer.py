@@ -144,7 +144,7 @@ class Trainer(Engine):
         if self.origin.config is not None:
             fix = "Train it on the tokens of its own tokenizer."
             check_vocabulary("model", self.origin.config, inputs.tokens, fix)
-        self._inputs, self.passes = inputs, inputs.passes()
+        self._inputs, self.passes, self.ledger = inputs, inputs.passes(), inputs.ledger
 
     def run(self) -> TrainResult:
         """Trains from the newest checkpoint in output_dir, or from the start, to the last step.

@@ -27,7 +27,7 @@ from easypipe.core.protocols import BatchLoader, Turns
 from easypipe.core.values import Arguments, Json
 from easypipe.train import state as states
 from easypipe.train.callbacks.named import NLL, Known, checked_callbacks, make_callbacks
-from easypipe.train.checkpoint.resume import check_changes, identity_of
+from easypipe.train.checkpoint.resume import check_changes, identity_of, saved_loader_state
 from easypipe.train.checks import (
     check_loader,
     micro_batches,
@@ -146,6 +146,7 @@ class Engine:
         self.seen = Seen.of(turns)
         self.run_config = to_dict(run_config or {})
         self.passes: Passes | None = None  # over all data, before any step
+        self.ledger: Json | None = None  # of the data, if it is known
         self.emitted = 0  # the step of the newest event
         self.frozen: dict[str, int] = {}  # fingerprints of the frozen parameters
         self._lay_out(mesh)
@@ -180,6 +181,7 @@ class Engine:
         """Checks the loaders; sets the number of steps, the datasets and the held-out loaders."""
         config, pieces = self.config, self.config.accumulate_steps
         check_loader(self.train, "train")
+        saved_loader_state(self.train)  # refuses a state that no checkpoint can hold
         for name, loader in evals.items():
             check_loader(loader, f"evals.{name}")
         self.steps = resolve_steps(config, self.train)

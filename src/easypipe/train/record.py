@@ -27,7 +27,9 @@ from easypipe.core.config import allowing_code, load_yaml, to_dict
 from easypipe.core.errors import DamagedFileError, MissingFileError, StateError
 from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Json, JsonObject, Settings
+from easypipe.train.checkpoint.files import CHECKPOINTS
 from easypipe.train.checks import KnowingState
+from easypipe.train.metrics.log import METRICS
 
 # In train.output_dir: the resolved configuration, which `easypipe train` accepts again.
 RECORD = "run.yaml"
@@ -67,6 +69,22 @@ def write_config(folder: Path, resolved: object) -> None:
     """Writes run.yaml from the resolved RunConfig."""
     text = yaml.safe_dump(to_dict(resolved), sort_keys=False, allow_unicode=True)
     storage.commit_bytes(folder / RECORD, text.encode())
+
+
+def check_record(folder: str | Path) -> None:
+    """Checks that run.yaml in the folder of a run, if there is one, is the record of a run.
+
+    Raises:
+        StateError: It may be the user's own config, which the record would replace.
+    """
+    folder = Path(os.path.expanduser(folder))
+    of_run = (VERSIONS, METRICS, CHECKPOINTS)
+    if (folder / RECORD).exists() and not any((folder / name).exists() for name in of_run):
+        raise StateError(
+            at=str(folder / RECORD),
+            problem="is not the record of a run, and training would replace it",
+            fix="Give another train.output_dir, or rename the file.",
+        )
 
 
 def write_versions(folder: Path, step: int) -> Json:

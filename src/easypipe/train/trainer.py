@@ -8,7 +8,6 @@ of everything).
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from easypipe.train.checkpoint.resume import (
     check_same,
     data_differences,
     loader_state,
+    plain_json,
     saved_loader_state,
 )
 from easypipe.train.checks import Closing, EpochStyle, Explaining, KnowingState
@@ -42,9 +42,12 @@ from easypipe.train.metrics.log import METRICS, ROLLBACKS, MetricsFile, Record
 from easypipe.train.model.pretrained.save import Seen, save_pretrained
 from easypipe.train.parallel.mesh import place_batch
 from easypipe.train.record import (
+    LEDGER,
+    check_record,
     write_changes,
     write_config,
     write_fingerprints,
+    write_kept,
     write_restart,
     write_versions,
 )
@@ -143,6 +146,7 @@ class _Run:
         """Opens files, locks and signal handlers on `stack`, and finds the first state."""
         self.trainer, self.config, folder = trainer, trainer.config, trainer.output_dir
         if trainer.writes:
+            check_record(folder)
             stack.enter_context(locks.training(folder))
         stack.enter_context(states.on(trainer.mesh, trainer.rules))
         self.checkpoints = stack.enter_context(
@@ -154,6 +158,8 @@ class _Run:
         self.checkpoints.protected["listeners"] = self.control.kept
         self.change: Json | None = None  # what differs from the run before the resume
         self.lines: Mapping[str, str | None] = {}  # digests of the .jsonl files at the save
+        # The record of a step that a signal stopped before its evaluation.
+        self.unevaluated: Record | None = None
         self.state, self.resumed_from = self._begin()
         self.step = self.resumed_from or 0
         if trainer.reference is not None:
@@ -162,16 +168,18 @@ class _Run:
             trainer.ask_reference(first)
         if trainer.writes:
             self._record(folder)
+        written = self.step if self.unevaluated is None else self.step - 1
+        files = (
+            (METRICS, written, trainer.writes),
+            (ROLLBACKS, self.step, trainer.writes and self.guard.guards),
+        )
         self.metrics, self.rollbacks = (
             stack.enter_context(
                 MetricsFile(
-                    folder / name, after_step=self.step, write=write, digest=self.lines.get(name)
+                    folder / name, after_step=step, write=write, digest=self.lines.get(name)
                 )
             )
-            for name, write in (
-                (METRICS, trainer.writes),
-                (ROLLBACKS, trainer.writes and self.guard.guards),
-            )
+            for name, step, write in files
         )
 
     def finish(self) -> TrainResult:
@@ -187,6 +195,8 @@ class _Run:
             way = f"To continue training: train.resume_changes: [{ENDED}]"
             logger.warning("%s: the run ended at %s. %s.", folder, where, way)
         trainer.emit("start", self.step, state=self.state)
+        if self.unevaluated is not None:
+            self._evaluate_late(self.unevaluated)
         if self.step < trainer.steps and control.ended is None:
             self._loop()
         self.checkpoints.wait()
@@ -283,31 +293,42 @@ class _Run:
             Interrupted: A signal came; the step is saved.
         """
         last, stopped = step == self.trainer.steps, self.stop.received is not None
-        leaving = stopped or self.control.reason is not None
+        leaving = last or self.control.reason is not None
         calendar = last or _due(step, self.config.checkpoint.every)
-        save = calendar or self.guard.owes or leaving or self.control.saving
-        evaluate = last or leaving or _due(step, self.config.eval_every)
+        save = calendar or self.guard.owes or leaving or stopped or self.control.saving
+        evaluate = leaving or _due(step, self.config.eval_every)
         look, self.control.looking = self.control.looking, False
         if settled := save or evaluate or look:  # each of these needs a finite step
             record, bad = self._read(step, measured)
             if bad:
                 self._roll_back(step)
-            if evaluate and not stopped and self.trainer.evals:
+            if evaluate and stopped and self.trainer.evals:
+                self.unevaluated = record  # evaluated when the run continues
+            elif evaluate and self.trainer.evals:
                 record["eval"] = self.trainer.evaluate(step, self.state)
                 self.meter.restart()
             if look and not bad:
                 self.trainer.emit("look", step, state=self.state)
                 self.meter.restart()
-            self._write(record)
+            if self.unevaluated is None:
+                self._write(record)
         # Read only now, because a callback may have asked during the evaluation.
         asked = self.control.reason is not None or self.control.saving
         if save or asked:
             self._save(step, calendar=calendar or self.guard.owes, asked=asked)
-        if self.stop.received is not None and not last:
+        if self.stop.received is not None and (not last or self.unevaluated is not None):
             self.checkpoints.wait()
             folder = str(self.checkpoints.folder)
             raise Interrupted(signum=self.stop.received, step=step, folder=folder)
         return settled
+
+    def _evaluate_late(self, record: Record) -> None:
+        """Evaluates the step from which the run continues, and saves it again with its record."""
+        if self.trainer.evals:
+            record["eval"] = self.trainer.evaluate(self.step, self.state)
+        self._write(record)
+        self.unevaluated = None
+        self._commit(self.step)
 
     def _read(self, step: int, measured: Metrics) -> tuple[Record, bool]:
         """Returns the record of `step` with the rates, and whether the run has to roll back."""
@@ -333,9 +354,8 @@ class _Run:
                 same step.
             asked: Whether a callback asked for the save, which then happens even in doubt.
         """
-        trainer, guard, control = self.trainer, self.guard, self.control
-        control.saving = False
-        guard.owes = calendar and guard.in_doubt and step < trainer.steps
+        guard = self.guard
+        guard.owes = calendar and guard.in_doubt and step < self.trainer.steps
         if guard.owes and self.stop.received is None and not asked:
             # A step that may be rolled back is not a good checkpoint: the next sound step is saved
             # instead.
@@ -343,6 +363,13 @@ class _Run:
         if calendar and not guard.in_doubt:
             guard.good = step
             self.checkpoints.protected["watch"] = {step} if guard.guards else set()
+        self._commit(step)
+        self.trainer.emit("checkpoint", step, state=self.state)
+
+    def _commit(self, step: int) -> None:
+        """Starts to write the checkpoint of the state after `step`."""
+        trainer, guard, control = self.trainer, self.guard, self.control
+        control.saving = False
         self.metrics.sync()
         self.rollbacks.sync()
         run = {
@@ -351,7 +378,8 @@ class _Run:
             "train": to_dict(self.config),
             "watch": guard.state(),
             "ended": control.ended,
-            "callbacks": [_state_of(callback) for callback in trainer.given_callbacks],
+            "unevaluated": self.unevaluated,
+            "given_callbacks": _states_of(trainer.given_callbacks),
             "named_callbacks": {
                 name: callback.state() for name, callback in trainer.named_callbacks.items()
             },
@@ -363,7 +391,6 @@ class _Run:
             "loader": saved_loader_state(trainer.train),
         }
         self.checkpoints.save(step, trainer.saved(self.state), run)
-        trainer.emit("checkpoint", step, state=self.state)
 
     def _roll_back(self, step: int) -> None:
         """Replaces the state after `step` by the state of the last good checkpoint.
@@ -437,11 +464,11 @@ class _Run:
                 fix="Train the model that they belong to, or give another train.output_dir.",
             )
         trainer.seen = trainer.seen.longer(Seen.recorded(saved).max_length)
-        self.lines = saved.get("lines", {})
+        self.lines, self.unevaluated = saved.get("lines", {}), saved.get("unevaluated")
         self.guard.restore(saved.get("watch"), step, checkpoints.steps())
         if self.guard.guards:
             checkpoints.protected["watch"] = {self.guard.good}
-        given = zip(trainer.given_callbacks, saved.get("callbacks", ()), strict=False)
+        given = _saved_states(saved, trainer.given_callbacks, at)
         named = saved.get("named_callbacks", {})
         both = [
             (one, named[name]) for name, one in trainer.named_callbacks.items() if name in named
@@ -497,8 +524,10 @@ class _Run:
         """Writes the run's configuration, versions, changes and data fingerprints to its folder."""
         trainer, now = self.trainer, self.trainer.train.state()
         made_of = {"model": trainer.origin.shape, "train": self.config}
+        write_versions(folder, self.step)  # before run.yaml: see check_record
         write_config(folder, trainer.run_config or made_of)
-        write_versions(folder, self.step)
+        if trainer.ledger is not None:
+            write_kept(folder / LEDGER, trainer.ledger)
         if self.step:
             write_restart(folder, self.step)
         of_data = now.changes if isinstance(now, KnowingState) else ()
@@ -507,22 +536,35 @@ class _Run:
         write_fingerprints(folder, trainer.train, evals)
 
 
-def _state_of(callback: StatefulListener) -> Json:
-    """Returns the state of a callback.
+def _states_of(callbacks: Sequence[StatefulListener]) -> list[Json]:
+    """Returns the states of the callbacks given from Python, with the names of their classes."""
+    found = []
+    for one in callbacks:
+        at = f"callback {type(one).__name__}.state()"
+        state = plain_json(at, one.state(), finite=False)
+        found.append({"class": type(one).__qualname__, "state": state})
+    return found
 
-    Raises:
-        TrainError: The state cannot be written as JSON.
+
+def _saved_states(
+    saved: Json, callbacks: Sequence[StatefulListener], at: Path
+) -> Iterator[tuple[StatefulListener, Json]]:
+    """Yields each callback that has a state in a checkpoint, with that state.
+
+    Several callbacks of a class get their states in order. A warning names states that belong to no
+    callback.
     """
-    state = callback.state()
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError) as error:
-        raise TrainError(
-            at=f"callback {type(callback).__name__}",
-            problem=f"what its state() returns cannot be saved as JSON: {error}",
-            fix="Return numbers, texts, lists and mappings; of an array float(x) or x.tolist().",
-        ) from None
-    return state
+    left = list(saved.get("given_callbacks", ()))
+    for one in callbacks:
+        own = next((kept for kept in left if kept["class"] == type(one).__qualname__), None)
+        if own is not None:
+            left.remove(own)
+            yield one, own["state"]
+    if others := [kept["class"] for kept in left if kept["state"]]:
+        text = "%s: holds states of callbacks that this run lacks: %s"
+        logger.warning(text, at, first_of(others))
+    # Older checkpoints hold states without the names of classes.
+    yield from zip(callbacks, saved.get("callbacks", ()), strict=False)
 
 
 def _batches(loader: BatchLoader) -> Generator[Json]:

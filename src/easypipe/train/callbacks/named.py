@@ -141,6 +141,23 @@ def value_of(record: Json, metric: str, at: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def judged_alike(config: EarlyStoppingConfig | BestConfig, state: Json, at: str) -> bool:
+    """Returns whether the values in a callback's state are of the metric and mode of `config`.
+
+    Otherwise a warning is logged, because the callback begins without them.
+    """
+    now = _judged(config)
+    before = {key: state.get(key, value) for key, value in now.items()}  # older states lack them
+    if before != now:
+        texts = (f"{metric} ({mode})" for metric, mode in (before.values(), now.values()))
+        logger.warning("%s: values of %s in the checkpoint are not compared to %s", at, *texts)
+    return before == now
+
+
+def _judged(config: EarlyStoppingConfig | BestConfig) -> Json:
+    return {"metric": config.metric, "mode": config.mode}
+
+
 def better(value: float, than: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
     """Returns whether `value` beats `than` by more than min_delta; any value beats None."""
     return than is None or (than - value if mode == "min" else value - than) > min_delta
@@ -175,9 +192,11 @@ class EarlyStopping(Callback):
             event.control.stop(reason, for_good=True)
 
     def state(self) -> Json:
-        return {"best": self.best, "since": self.since}
+        return {"best": self.best, "since": self.since, **_judged(self.config)}
 
     def restore(self, state: Json) -> None:
+        if not judged_alike(self.config, state, f"{_AT}.early_stopping"):
+            return
         self.best, self.since = state["best"], state["since"]
         if self.since >= self.config.patience:
             self.since = 0
@@ -270,9 +289,11 @@ class BestCheckpoints(Callback):
         return (self._folder / "checkpoints" / str(one[0])).is_dir()
 
     def state(self) -> Json:
-        return {"ranking": [list(one) for one in self.ranking]}
+        return {"ranking": [list(one) for one in self.ranking], **_judged(self.config)}
 
     def restore(self, state: Json) -> None:
+        if not judged_alike(self.config, state, f"{_AT}.best"):
+            return
         self.ranking = [(int(step), float(value)) for step, value in state["ranking"]]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -21,7 +20,7 @@ from easypipe.core.errors import ConfigError, MissingFileError, StateError, requ
 from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Json, JsonObject, JsonValue, attribute_of
 from easypipe.train.checkpoint.checkpoint import Checkpoints
-from easypipe.train.checkpoint.resume import loader_state, saved_loader_state
+from easypipe.train.checkpoint.resume import loader_state, plain_json, saved_loader_state
 from easypipe.train.state import flatten, unflatten
 
 
@@ -112,12 +111,12 @@ class CheckpointManager(Closeable):
         kinds = {name: jax.random.key_impl(leaf) for name, leaf in arrays.items() if _is_key(leaf)}
         arrays |= {name: jax.random.key_data(arrays[name]) for name in kinds}
         run = {
-            "epoch": epoch,
+            "epoch": plain_json("epoch", epoch),
             "metrics": {
                 name: _number(f"metrics.{name}", value) for name, value in (metrics or {}).items()
             },
-            "custom_state": _json("custom_state", dict(custom_state or {})),
-            "scheduler": _json("scheduler", _scheduler_state(scheduler)),
+            "custom_state": plain_json("custom_state", dict(custom_state or {})),
+            "scheduler": plain_json("scheduler", _scheduler_state(scheduler)),
             "loader": None if loader is None else saved_loader_state(loader),
             "keys": {name: str(kind) for name, kind in kinds.items()},
         }
@@ -283,8 +282,15 @@ def _named(part: str, given: PyTree) -> dict[str, jax.Array]:
     Raises:
         ConfigError: A leaf is neither an array nor a number.
     """
-    arrays = {}
-    for path, leaf in flatten(_pure(given)).items():
+    arrays, pure = {}, _pure(given)
+    named = flatten(pure)
+    require(
+        len(named) == len(jax.tree.leaves(pure)),
+        part,
+        "two leaves have the same path, since a key contains a slash",
+        "Rename the key, or save nested dicts.",
+    )
+    for path, leaf in named.items():
         name = f"{part}/{path}"
         require(
             isinstance(leaf, bool | int | float | jax.Array | np.ndarray | np.generic),
@@ -334,23 +340,6 @@ def _number(at: str, value: Any) -> float:
         raise ConfigError(at=at, problem=problem, fix="Put it into custom_state.") from None
     require(math.isfinite(number), at, f"{number} cannot be compared", "Leave it out.")
     return number
-
-
-def _json(at: str, value: JsonValue) -> Any:
-    """Returns `value` if it is plain JSON.
-
-    Raises:
-        ConfigError: A part of it is not; the message says where it is.
-    """
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                _json(f"{at}.{key}", item)
-        problem = f"is not plain JSON: {error}"
-        fix = "Give numbers, texts, lists and dicts."
-        raise ConfigError(at=at, problem=problem, fix=fix) from None
 
 
 def _scheduler_state(scheduler: Any) -> JsonValue:

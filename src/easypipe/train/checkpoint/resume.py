@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,44 @@ def identity_of(
 
 
 def saved_loader_state(loader: BatchLoader) -> Json:
-    """Returns the loader's state for a checkpoint: as text if it has `to_json`, or unchanged."""
+    """Returns the loader's state for a checkpoint: as text if it has `to_json`, or unchanged.
+
+    Raises:
+        ConfigError: It is neither.
+    """
     state = loader.state()
-    return {"text": state.to_json()} if isinstance(state, JsonState) else {"value": state}
+    if isinstance(state, JsonState):
+        return {"text": state.to_json()}
+    at = f"loader {type(loader).__name__}.state()"
+    return {"value": plain_json(at, state, finite=False)}
+
+
+def plain_json(at: str, value: object, *, finite: bool = True) -> Any:
+    """Returns `value` as it is read back from JSON.
+
+    Args:
+        at: The place of the value, for the error message.
+        value: The value.
+        finite: Whether every number must be finite.
+
+    Raises:
+        ConfigError: A part of it is not plain JSON; the message says where it is.
+    """
+    if isinstance(value, list | tuple):
+        return [plain_json(f"{at}[{i}]", one, finite=finite) for i, one in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            _plain(isinstance(key, str), at, f"its key {key!r} would be read back as a text")
+        return {key: plain_json(f"{at}.{key}", one, finite=finite) for key, one in value.items()}
+    known = value is None or isinstance(value, str | int | float)
+    _plain(known, at, f"{type(value).__name__} cannot be written")
+    _plain(not finite or not isinstance(value, float) or math.isfinite(value), at, str(value))
+    return value
+
+
+def _plain(holds: bool, at: str, problem: str) -> None:
+    fix = "Give numbers, texts, lists and dicts with texts as keys; of an array, x.tolist()."
+    require(holds, at, f"is not plain JSON: {problem}", fix)
 
 
 def loader_state(loader: BatchLoader, saved: Json) -> Any:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, UInt32
 
@@ -27,6 +28,7 @@ from easypipe.core.values import Json
 from easypipe.train.checks import KnowingState
 from easypipe.train.losses.preference import COLUMNS, REFERENCE, Arrays, Reference, by_segment
 from easypipe.train.model.lora import fingerprint
+from easypipe.train.parallel.distributed import several
 from easypipe.train.parallel.mesh import batch_shards, place_batch
 from easypipe.train.state import ModelLayout, TrainState
 
@@ -96,11 +98,14 @@ class CachedReference(Reference):
             key = digest(shape, fingerprint({**first.params, **first.rest}), data)
             file = passes.folder / f"{key}.npz"
         found = None if file is None else _read(file)
+        # Hosts may have caches of their own, and all processes have to ask the model together.
+        if several() and not multihost_utils.process_allgather(np.asarray(found is not None)).all():
+            found = None
         if found is None:
             batches = (batch for loader in loaders for batch in _placed(loader, mesh))
             found = _table([jax.device_get(self._ask(*self.kept(first.rest, b))) for b in batches])
             logger.info("train.preference.reference: asked of %d answers", len(found["sums"]))
-            if file is not None and jax.process_index() == 0:
+            if file is not None:
                 kept = io.BytesIO()
                 np.savez(kept, allow_pickle=False, **found)
                 make_folder(file.parent)
