@@ -223,12 +223,12 @@ def _documents_into(num_docs, keys, epoch, drawn, counts, order, out):
 # Which of several streams yields the next row, if they end at different rows.
 #
 # stream  a sequence of rows; `ends[s]` is how many stream s has, NEVER if it has not ended yet (or
-# never does)
+#         never does)
 # turn    one row of each stream that has not ended, lowest number first: turn r holds the rows with
 #         number r
 # order   turn after turn. While no stream has ended, S streams yield equally many rows of each
-# batch whose size S divides. After some have ended, the others fill in for them, each within one
-# row of the others.
+#         batch whose size S divides. After some have ended, the others fill in for them, each
+#         within one row of the others.
 #
 # If a stream has a row after some place of the order, its end does not change what comes before
 # that place. So the order up to a place is known as soon as every stream either has a row after it
