@@ -1408,6 +1408,8 @@ FAULTS = [
           "start = zero_R1 + LOWEST, zero_R1", "start = zero_R1, zero_R1"),
     fault("a config that is no UTF-8 ends the report", "train/report/page.py", "tests/train/test_report.py -k another_encoding",
           'encoding="utf-8", errors="replace"))', 'encoding="utf-8"))'),
+    fault("the first process alone keeps what a reference was asked", "train/losses/cached_reference.py", "tests/train/test_processes.py -k caches_of_their",
+          "            if file is not None:\n", "            if file is not None and jax.process_index() == 0:\n"),
     # mechanical draws, transforms and sources
     fault("a user's own transform begins no chain", "transforms/columns/base.py", "tests/transforms/test_columns.py -k own_transform",
           "return Chain([other, self]) if isinstance(other, Transform) else NotImplemented", "return NotImplemented"),

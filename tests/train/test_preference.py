@@ -400,7 +400,9 @@ def test_training_tells_the_answers_apart_and_goes_on_from_its_reference(tmp_pat
     assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
 
 
-def told_run(tmp_path: Path, name: str, **preference: Any) -> RunConfig:
+def told_run(
+    tmp_path: Path, name: str, tokenizer: str | None = None, **preference: Any
+) -> RunConfig:
     """A run of pairs made of text."""
     rows = [
         {"prompt": f"{n} + {n} = ", "chosen": f"{2 * n}", "rejected": f"{n}, I think"}
@@ -413,7 +415,7 @@ def told_run(tmp_path: Path, name: str, **preference: Any) -> RunConfig:
                 prompt=PromptConfig(label_column="chosen", rejected_column="rejected", **PAIRS),
             )
         ],
-        default_tokenizer=chat_tokenizer(),
+        default_tokenizer=tokenizer or chat_tokenizer(),
         seed=1,
         cache_dir=tmp_path,
         pack=PackStageConfig(seq_length=64, strategy="first_fit", oversize="drop"),

@@ -20,6 +20,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.config import DistributedConfig
 from easypipe.train.parallel.distributed import VARIABLES, initialize
+from chat_support import chat_tokenizer
 from loader_processes import free_port
 from train.runs import numbers
 
@@ -170,6 +171,37 @@ def test_who_does_not_meet_the_others_says_so_in_time():
         "ConfigError train.distributed: cannot be joined to other processes: JAX has made devices "
         "already. Call easypipe."
     )
+
+
+ASKED = """
+import dataclasses, shutil, sys
+from pathlib import Path
+import jax
+from easypipe.run import train
+from easypipe.train import initialize
+from easypipe.train.metrics.log import read_metrics
+from train.test_preference import told_run
+initialize()
+folder, cache = Path(sys.argv[1]), Path(sys.argv[1], f"cache{jax.process_index()}")
+for name in ("asked", "half"):
+    run = told_run(folder, name, reference="cached", tokenizer=sys.argv[2])
+    load = dataclasses.replace(run.data.load, batch_size=4)
+    data = dataclasses.replace(run.data, cache_dir=cache, load=load)
+    train(dataclasses.replace(run, data=data))
+    (kept,) = (cache / "reference").iterdir()
+    if name == "asked" and jax.process_index() == 1:
+        kept.unlink()
+"""
+
+
+def test_hosts_with_caches_of_their_own_ask_a_reference_together(tmp_path):
+    finish(launched(2, ["-c", ASKED, str(tmp_path), chat_tokenizer()]))
+    asked, half = (
+        [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("asked", "half")
+    )
+    assert asked == half
+    assert len(asked) == 4
 
 
 MET = """
