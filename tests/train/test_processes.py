@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 import forked
+from chat_support import chat_tokenizer
 from easypipe.core.errors import ConfigError
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.config import DistributedConfig
 from easypipe.train.parallel.distributed import VARIABLES, initialize
-from chat_support import chat_tokenizer
 from loader_processes import free_port
 from train.runs import numbers
 

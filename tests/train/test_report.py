@@ -268,6 +268,10 @@ def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     text = (tmp_path / "both.html").read_text()
     assert [one["name"] for one in numbers(text)] == ["one", "two"]
     assert "<summary>two</summary>" in text
+    older = shutil.copytree(runs[0], tmp_path / "older" / "one")
+    write_report([older, *runs], tmp_path / "both.html")
+    names = [one["name"] for one in numbers((tmp_path / "both.html").read_text())]
+    assert names == ["older/one", "one", "two"]
     assert main(["report", runs[0], "--port", "80"]) == 2
     assert "no effect without --serve" in capsys.readouterr().err
 

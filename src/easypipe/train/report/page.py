@@ -66,7 +66,7 @@ def page(folders: Sequence[Path]) -> str:
     Args:
         folders: The output folders of the runs.
     """
-    return live_page([RunReader(folder) for folder in folders], None)
+    return live_page(run_readers(folders), None)
 
 
 def live_page(readers: Sequence[RunReader], refresh: int | None) -> str:
@@ -96,15 +96,29 @@ def news(readers: Sequence[RunReader]) -> Json:
     }
 
 
+def run_readers(folders: Sequence[Path]) -> list[RunReader]:
+    """Returns readers of runs; folders of the same name are named by their paths."""
+    paths = [folder.absolute() for folder in folders]
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        common = os.path.commonpath([path.parent for path in paths])
+        names = [str(path.relative_to(common)) for path in paths]
+    return [RunReader(*one) for one in zip(folders, names, strict=True)]
+
+
 class RunReader:
     """Reads what the page shows of a run; later calls read only the new metrics.
 
     Several threads may ask.
+
+    Args:
+        folder: The output folder of the run.
+        name: What the page calls it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._curves = folder, CurvesReader(folder / "metrics.jsonl")
-        self._lock = threading.Lock()
+        self._name, self._lock = name, threading.Lock()
 
     def read(self) -> tuple[str, Json, Sequence[Section]]:
         """Returns (name, numbers for the curves, tables).
@@ -131,7 +145,8 @@ class RunReader:
                         problem="no step was logged, so there is nothing to draw",
                         fix="Wait for the run's first step.",
                     )
-                return folder.absolute().name, numbers_of(folder, curves), sections(folder, curves)
+                drawn = {"name": self._name, **numbers_of(folder, curves)}
+                return self._name, drawn, sections(folder, curves)
         except EasypipeError:
             raise
         except NO_SUCH_SHAPE as error:
@@ -145,7 +160,7 @@ def numbers_of(folder: Path, curves: Curves) -> Json:
     """Returns the numbers that page.js draws for a run.
 
     Returns:
-        `name`, `config` (the file that explains its batches), `curves` (name → [steps, values]),
+        `config` (the file that explains its batches), `curves` (name → [steps, values]),
         `marks` (step, kind, text), `mixture` (dataset → step, so far, lately, asked for), `flows`
         (links).
     """
@@ -154,7 +169,6 @@ def numbers_of(folder: Path, curves: Curves) -> Json:
     except ConfigError:  # the rest of the page does not need the record
         trained = []
     return {
-        "name": folder.absolute().name,
         "config": str(folder / RECORD),
         "curves": curves.points(),
         "marks": _marks(folder),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from easypipe.core.errors import EasypipeError
-from easypipe.train.report.page import RunReader, live_page, news
+from easypipe.train.report.page import RunReader, live_page, news, run_readers
 
 HOST = "127.0.0.1"
 REFRESH_SECONDS = 10
@@ -25,7 +25,7 @@ def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
         StateError: A folder holds no run.
         OSError: The port is taken.
     """
-    readers = tuple(RunReader(folder) for folder in folders)
+    readers = run_readers(folders)
     news(readers)
 
     class Handler(_Handler):
