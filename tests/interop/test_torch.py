@@ -103,7 +103,7 @@ def test_law_exact_resume():
 def test_workers_go_through_the_passes():
     passes = [
         [batch["labels"].tolist() for batch in TorchBatches(loader().loader(epoch))]
-        for epoch in range(2)
+        for epoch in range(3)
     ]
     kept = DataLoader(
         TorchBatches(loader(num_workers=0)),
@@ -112,7 +112,8 @@ def test_workers_go_through_the_passes():
         persistent_workers=True,
         timeout=60,
     )
-    assert [[batch["labels"].tolist() for batch in kept] for _ in range(2)] == passes
+    next(iter(kept))  # abandoned: no worker knows how far the others came
+    assert [[batch["labels"].tolist() for batch in kept] for _ in range(2)] == passes[1:]
     data = TorchBatches(loader(num_workers=0))
     for epoch in range(2):
         data.set_epoch(epoch)

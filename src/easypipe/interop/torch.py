@@ -47,12 +47,16 @@ class TorchBatches(data.IterableDataset):
     Law (exact resume): after `load_state_dict(state)`, with the state that `state_dict` returned
     after batch n, the next batch is n + 1. Each of several workers saves and restores its own
     state, as with torchdata's StatefulDataLoader.
+
+    Persistent workers begin the next pass with every iteration, even if the one before was
+    abandoned: a worker does not know how far the others came.
     """
 
     def __init__(self, loader: Loader) -> None:
         super().__init__()
         self._loader = loader.copy()
         self._yielded = 0  # batches before the next one of this process, if there are workers
+        self._within = False  # whether this worker is in a pass
         self._restored_by: int | None = None  # the process that loaded a state
 
     def __iter__(self) -> Iterator[Tensors]:
@@ -70,14 +74,20 @@ class TorchBatches(data.IterableDataset):
                 yield _tensors(batch)
             return
         loader = self._by_number(workers)
+        if self._within:
+            self._end()
+        self._within = True
         step = self._yielded + (worker - self._yielded) % workers
         while len(loader.rows_of(step)):
             batch = _tensors(loader.batch(step))
             self._yielded = step + 1
             yield batch
             step += workers
-        self._yielded = 0  # a persistent worker continues with the next pass, or starts again
-        loader._ended()
+        self._end()
+
+    def _end(self) -> None:
+        self._yielded, self._within = 0, False
+        self._loader._ended()
 
     def set_epoch(self, epoch: int) -> None:
         """Makes pass `epoch` the next iteration.
@@ -124,6 +134,7 @@ class TorchBatches(data.IterableDataset):
             )
         self._loader.restore(state_dict[STATE_KEY])
         self._yielded, self._restored_by = self._loader.state().batch, os.getpid()
+        self._within = False
 
     def _by_number(self, workers: int) -> Loader:
         """Returns the loader, if worker processes can share it.
