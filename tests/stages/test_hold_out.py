@@ -143,9 +143,7 @@ def test_a_run_made_in_python_holds_out_as_its_file_does(tmp_path: Path) -> None
     values = run(tmp_path, held_out)
     wanted = data_of(values)
     [dataset] = values["data"].pop("datasets")
-    data = PipelineConfig(
-        datasets=(DatasetConfig(**dataset, save_path=str(tmp_path / "saved")),), **values["data"]
-    )
+    data = PipelineConfig(datasets=(DatasetConfig(**dataset, on_error="skip"),), **values["data"])
     made = RunConfig(
         data=data,
         train=TrainingConfig(output_dir=str(tmp_path / "run"), steps=1),
@@ -155,7 +153,7 @@ def test_a_run_made_in_python_holds_out_as_its_file_does(tmp_path: Path) -> None
     assert [one.hold_out for one in made.data.datasets] == [
         one.hold_out for one in wanted[0].datasets
     ]
-    assert made.data.datasets[0].save_path is not None
+    assert made.data.datasets[0].on_error == "skip"
     assert dataclasses.replace(made, model=made.model) == made
     with pytest.raises(ConfigError, match=r"data\.datasets\[0\]\.hold_out: is set by eval\.held"):
         RunConfig(data=made.data, train=made.train, eval={"held": held_out})  # type: ignore[dict-item]
