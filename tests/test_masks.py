@@ -168,6 +168,23 @@ def test_a_message_says_that_it_is_trained() -> None:
     assert trained(found) == ["Hi<|end|>"]
 
 
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"system": "Be brief."}, "<|im_start|>system\nBe brief.<|im_end|>"),
+        ({"tools": '[{"name": "f", "strict": null}]'}, '<tools>\n{"name": "f", "strict": null}\n<'),
+        ({"tools": [{"name": "f", "strict": None}]}, '<tools>\n{"name": "f", "strict": null}\n<'),
+        ({"tools": "[{"}, "not_json: tools: "),
+        ({"chat_template_kwargs": {"messages": 1}}, "bad_template_kwargs: "),
+        ({"messages": [THOUGHTS[0] | {"train": True}]}, "bad_train_flag: message 0 is to be"),
+        ({"messages": json.dumps(THOUGHTS)}, "<|im_start|>user\nHi<|im_end|>"),
+    ],
+)
+def test_rows_are_read_as_those_of_data(row: dict[str, Any], told: str) -> None:
+    (found,) = masks("chatml", [{"messages": THOUGHTS} | row])
+    assert told in str(found.text or found.reason)
+
+
 def test_options_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(THOUGHTS))
@@ -205,8 +222,8 @@ def test_options_that_say_nothing_are_refused(options: dict[str, Any], told: str
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    (found,) = masks("chatml", [{"messages": "Hi"}])
-    assert found.reason == "not_a_list: messages are text"
+    (found,) = masks("chatml", [{"messages": {}}])
+    assert found.reason == "not_a_list: messages are an object"
     with pytest.raises(ConfigError, match="neither a file"):
         masks(tmp_path / "none.jinja")
     with pytest.raises(ConfigError, match="chat_template: has no effect with a template alone"):

@@ -23,8 +23,10 @@ from easypipe.sources.external.objects import open_object
 from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.open import open_files
 from easypipe.sources.schemas import JSON
+from hub_mirror import hub_mirror, publish  # noqa: F401  (a fixture)
 from laws import assert_stateless_reads
 from pipelines import config, jsonl
+from web import WebServer
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}{{ "
@@ -164,6 +166,16 @@ def test_a_null_that_stood_in_the_file_stays(tmp_path: Path, value: Any) -> None
         .type
     )
     assert texts_of(tmp_path, str(path)) == written(plain)
+
+
+def test_a_null_of_a_file_of_the_hub_stays(
+    hub_mirror: WebServer,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    rows = [talk({"lang": None}), talk({"lang": "en"})]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    publish(hub_mirror, "org/talks", {"train.jsonl": path.read_bytes()})
+    assert texts_of(tmp_path, "org/talks", type="huggingface") == written(rows)
 
 
 def test_a_null_of_a_tool_is_no_missing_key(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from easypipe import (
     SourceError,
 )
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
+from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt import few_shot
 from pipelines import jsonl
 from strategies import examples
@@ -106,6 +108,34 @@ def test_a_file_of_exactly_the_most_bytes_is_drawn_from(
     monkeypatch.setattr(few_shot, "MOST_BYTES", path.stat().st_size - 1)
     with pytest.raises(ConfigError, match="to draw from"):
         PromptEngine(chat_tokenizer(), drawn)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_array_behind_a_byte_order_mark_is_drawn_from(tmp_path: Path) -> None:
+    path = tmp_path / "pool.json"
+    rows = [{"q": q, "a": "one"} for q in "12"]
+    path.write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
+    drawn = PromptConfig(**TEMPLATE, few_shot=FewShotConfig(count=1, data_files=path))
+    assert "A: one" in PromptEngine(chat_tokenizer(), drawn).render({"q": "3", "a": "three"}).text
+
+
+def test_both_answers_of_a_pair_have_the_examples_of_their_row(tmp_path: Path, chat: bool) -> None:
+    """A row's own preferred answer must not be an example of the rejected one either."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"q{n} ", "good": f"good{n}", "bad": f"bad{n}"} for n in range(4)
+    ]
+    kind: dict[str, Any] = {"format_type": "prompt_completion"}
+    if chat:
+        roles = {"prompt": "user", "good": "assistant", "bad": "assistant"}
+        rows = [{k: [{"role": roles[k], "content": row[k]}] for k in row} for row in rows]
+        kind = {"input_columns": ("prompt",)}
+    pool = FewShotConfig(data_files=jsonl(tmp_path / "pool.jsonl", rows), count=2)
+    config = PromptConfig(**kind, label_column="good", rejected_column="bad", few_shot=pool)
+    engine = PromptEngine(chat_tokenizer(), config)
+    for n, row in enumerate(rows):
+        pair, _ = engine.written([row], [n], None)
+        better, worse = (one.text for one in pair if isinstance(one, Rendered))
+        assert worse == better.replace(f"good{n}", f"bad{n}")
 
 
 def test_what_is_no_row_says_so() -> None:

@@ -447,3 +447,8 @@ def test_prompts_without_answers_are_answered(tmp_path: Path) -> None:
     assert conversations_of(file)[1][0] == f"{file}, conversation 1"
     file.write_text(json.dumps(asked[0], indent=1))
     assert [row["messages"] for _, row in conversations_of(file)] == [asked[0]]
+    # separators that end no line of JSON, behind a byte order mark
+    odd = [[user("a\u2028b")], [user("c\x85d")]]
+    lines = [json.dumps(talk, ensure_ascii=False) for talk in odd]
+    file.write_text("\r\n".join(lines), encoding="utf-8-sig", newline="")
+    assert [row["messages"] for _, row in conversations_of(file)] == odd

@@ -15,7 +15,6 @@ import pyarrow as pa
 
 from easypipe.core.errors import require
 from easypipe.previews.preview import Piece, page
-from easypipe.transforms.chat.conversations import wrong_messages
 from easypipe.transforms.chat.render import (
     ChatTemplate,
     check_whole,
@@ -26,8 +25,9 @@ from easypipe.transforms.chat.render import (
 )
 from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.chat.spans import OPEN, Rendered
-from easypipe.transforms.chat.turns import by_turns
+from easypipe.transforms.chat.turns import Request, by_turns
 from easypipe.transforms.prompt.config import PromptConfig, Reasoning, TrainOn, TrainOnEos
+from easypipe.transforms.prompt.formats import ChatFormat
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -158,8 +158,9 @@ def masks(
     Args:
         source: A tokenizer: its tokenizer.json, its folder or its name on the Hub. Or only a chat
             template: a .jinja file, its text, or the name of a built-in one.
-        conversations: Each a list of messages, or an object with `messages` and optional `tools`.
-            Without them, `SAMPLES` are tried, each in the forms that templates accept.
+        conversations: Each a list of messages, or an object with `messages` and optional `tools`,
+            `system` and `chat_template_kwargs`, as rows of data have them. Without conversations,
+            `SAMPLES` are tried, each in the forms that templates accept.
         train_on: `assistant` (also for None), `last_assistant`, `completion` or `all`. It is as in
             `DatasetConfig`, like the next three options.
         roles_to_train: The roles whose turns are trained on, in place of train_on. If empty,
@@ -195,7 +196,7 @@ def masks(
     template, tokenizer = _opened(source, chat_template, asked, special_tokens)
     if tokenizer is not None:
         turns_of(template, tokenizer)  # warns if nothing ends a turn
-    found = _rendered(template, conversations, by_turn=reasoning == "per_turn")
+    found = _rendered(ChatFormat(asked, template, refuse=()), conversations)
     return [one for one, _ in found] if tokenizer is None else _with_tokens(tokenizer, found)
 
 
@@ -255,9 +256,7 @@ def _opened(
 
 def _named(conversations: Sequence[Talk | Mapping[str, Json]]) -> dict[str, Mapping[str, Json]]:
     return {
-        f"conversation {i}": {"tools": None, **one}
-        if isinstance(one, Mapping)
-        else {"messages": one, "tools": None}
+        f"conversation {i}": one if isinstance(one, Mapping) else {"messages": one}
         for i, one in enumerate(conversations)
     }
 
@@ -300,44 +299,49 @@ def _formed(message: Mapping[str, Json], parts: bool, written: bool, empty: bool
 
 
 def _rendered(
-    template: ChatTemplate, conversations: Sequence[Talk | Mapping[str, Json]] | None, by_turn: bool
+    format: ChatFormat, conversations: Sequence[Talk | Mapping[str, Json]] | None
 ) -> list[tuple[ConversationMask, int]]:
     """Returns the mask of each conversation, and how its text ends."""
+    template = format.template
     given = SAMPLES if conversations is None else _named(conversations)
     forms = {
         name: list(spellings(one)) if conversations is None else [("", one)]
         for name, one in given.items()
     }
-    rows = [
-        Refused(*wrong) if (wrong := wrong_messages(row.get("messages"))) else row
-        for tried in forms.values()
-        for _, row in tried
-    ]
-    if by_turn:
-        samples = [[one for _, one in some] for some in by_turns(template, rows)]
+    asked = [format.request(_written(row)) for tried in forms.values() for _, row in tried]
+    if template.reasoning == "per_turn":
+        samples = [[one for _, one in some] for some in by_turns(template, asked)]
     else:
-        samples = [[one] for one in template.render(rows)]
-    each = iter(samples)
+        samples = [[one] for one in template.render(asked)]
+    each = zip(asked, samples, strict=True)
     return [
         one
         for name, tried in forms.items()
-        for one in _chosen(name, [(form, row, next(each)) for form, row in tried])
+        for one in _chosen(name, [(form, *next(each)) for form, _ in tried])
     ]
 
 
+def _written(row: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns a row with lists and objects as JSON, which keeps their nulls as files do."""
+    return {
+        name: json.dumps(value, default=str) if isinstance(value, list | tuple | dict) else value
+        for name, value in {"messages": None, **row}.items()
+    }
+
+
 def _chosen(
-    name: str, tried: Sequence[tuple[str, Mapping[str, Json], Sequence[Rendered | Refused]]]
+    name: str, tried: Sequence[tuple[str, Request | Refused, Sequence[Rendered | Refused]]]
 ) -> list[tuple[ConversationMask, int]]:
     """Returns the samples of the first form that is proven, and how their texts end.
 
     If none is proven, it returns the reason for the first form that the template accepts.
     """
     refused: list[Refused] = []
-    for form, row, answers in tried:
+    for form, request, answers in tried:
         whole = [one for one in answers if isinstance(one, Rendered)]
         if len(whole) == len(answers):
             text = "".join(one.text for one in whole)
-            silent = next((word for word in _words(row) if word not in text), None)
+            silent = next((word for word in _words(request) if word not in text), None)
             if len(tried) == 1 or silent is None:
                 of = f" of {len(whole)}" if len(whole) > 1 else ""
                 return [
@@ -358,9 +362,10 @@ def _chosen(
     return [(ConversationMask(name=name, reason=f"{why.reason}: {why.detail}"), OPEN)]
 
 
-def _words(sample: Mapping[str, Json]) -> Iterator[str]:
+def _words(request: Request | Refused) -> Iterator[str]:
     """Yields what a template must print of a sample: the text and calls of the assistant."""
-    for message in sample["messages"]:
+    assert not isinstance(request, Refused), "its answers are refused"
+    for message in request["messages"]:
         if message["role"] != "assistant":
             continue
         content = message.get("content") or ""

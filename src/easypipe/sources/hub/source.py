@@ -8,6 +8,7 @@ is read there, whatever its format.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from easypipe.core.protocols import Scan, Shard, Source
 from easypipe.core.threads import each
 from easypipe.core.values import Arguments
 from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
+from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.formats.txt import TextUnit
 from easypipe.sources.hub.layout import choose_files
 from easypipe.sources.hub.repo import BY_RANGES, HubRepo
@@ -93,6 +95,8 @@ class HuggingFaceShardedSource(Source):
         SourceError: The dataset is gated (the error names the page of its licence), or the files of
             a split have several formats.
     """
+
+    _exact: Sequence[str] = ()  # the columns of Source.exactly
 
     def __init__(
         self,
@@ -195,7 +199,12 @@ class HuggingFaceShardedSource(Source):
     def head(self, num_bytes: int, files: int | None = None) -> FileSource:
         """Does what FileSource.head does; downloads no file whole."""
         first = [self._hub.ready(file, self.commit, whole=False) for file in self.files[:files]]
-        return self._reader(first, **self._made).head(num_bytes)
+        return self._source(first).head(num_bytes)
+
+    def exactly(self, columns: Sequence[str]) -> HuggingFaceShardedSource:
+        clone = copy.copy(self)
+        clone._lock, clone._rows, clone._exact = threading.Lock(), None, columns
+        return clone
 
     def select(self, columns: Sequence[str]) -> FileSource:
         return self._open().select(columns)
@@ -220,8 +229,13 @@ class HuggingFaceShardedSource(Source):
                         rows += self._reader([ready[-1]], **self._made).shards[0].num_rows or 0
                         if rows >= self._num_rows:
                             break
-                self._rows = self._reader(ready, **self._made)
+                self._rows = self._source(ready)
             return self._rows
+
+    def _source(self, files: Sequence[FileRef]) -> FileSource:
+        source = self._reader(files, **self._made)
+        exact = isinstance(source, JsonShardedSource)
+        return source.exactly(self._exact) if exact else source
 
 
 def one_format(files: Sequence[FileRef], hub: HubRepo) -> str:

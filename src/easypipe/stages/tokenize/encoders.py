@@ -151,6 +151,8 @@ class PromptRows:
         )
         self._pair = [] if rejected is None else ["rejected", rejected]
         self._pair += ["shared prompt"] if engine.config.shares_prompt else []
+        shots = engine.config.few_shot
+        self._pair += ["same examples"] if self._pair and shots and shots.count else []
         self.pairs, self.judged = rejected is not None, engine.config.desirable_column
         self._pair += [] if self.judged is None else ["desirable", self.judged]
         self.raw, self.lengths = format.raw, engine.lengths

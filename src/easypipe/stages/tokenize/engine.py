@@ -26,6 +26,7 @@ from easypipe.transforms.chat.render import ChatTemplate, load_chat_template
 from easypipe.transforms.chat.sandbox import Row
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt.config import CHAT_FORMATS, PromptConfig
+from easypipe.transforms.prompt.few_shot import PREFERRED
 from easypipe.transforms.prompt.formats import (
     SHARED,
     VERDICTS,
@@ -178,7 +179,7 @@ class PromptEngine:
         """Returns for each row of a pair the texts of the preferred and the other answer."""
         answer, rejected = str(self.config.answer), str(self.config.rejected_column)
         rows = self._with_shared(rows)
-        other = self.render_rows([{**row, answer: row[rejected]} for row in rows])
+        other = self.render_rows([{**row, answer: row[rejected], PREFERRED: row} for row in rows])
         pairs: list[tuple[Rendered, Rendered] | Refused] = []
         for better, worse in zip(self.render_rows(rows), other, strict=True):
             if isinstance(better, Rendered) and isinstance(worse, Rendered):

@@ -315,7 +315,7 @@ def conversations_of(path: Path) -> list[tuple[str, Json]]:
         ConfigError: It is not JSON, or empty.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise SourceError(
             at=str(path), problem=f"is not UTF-8: {error}", fix="Save it as UTF-8."
@@ -323,7 +323,7 @@ def conversations_of(path: Path) -> list[tuple[str, Json]]:
     one_line = "\n" not in text.strip()
     found = [(f"{path}, line 1" if one_line else str(path), loaded(text))]
     if isinstance(found[0][1], BadJson):
-        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
         found = [(f"{path}, line {number}", loaded(line)) for number, line in lines]
     require(found, str(path), "holds no conversation", "Give a list of messages.")
     (_, first), *others = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from easypipe.transforms.prompt.config import FewShotConfig
 from easypipe.transforms.refused import Refused
 
 MOST_BYTES = 256 << 20
+# key of the second row of a pair: the first row, for which the examples of both are drawn
+PREFERRED = "easypipe preferred"
 
 
 class FewShot:
@@ -84,11 +87,11 @@ class FewShot:
     def of(self, row: Row) -> list[Json]:
         """Returns the examples of a row as they were written, in their order.
 
-        A drawn example never equals this row.
+        A drawn example never equals this row. Both rows of a pair have the same examples.
         """
         if self._count is None:
             return list(self._examples)
-        own = digest(self._plain(row))
+        own = digest(self._plain(row.get(PREFERRED, row)))
         found: list[int] = []
         size = len(self._keys)
         for at in range(0, size, 64):  # the first few are enough, unless many rows are alike
@@ -103,7 +106,7 @@ def _read(path: str, columns: tuple[str, ...]) -> list[Row]:
     """Returns the rows of a file of examples, with only these columns."""
     at = "few_shot.data_files"
     try:
-        data = read_bytes(path)
+        data = read_bytes(path).removeprefix(codecs.BOM_UTF8)
     except MissingFileError:
         raise ConfigError(
             at=at,

@@ -329,8 +329,7 @@ class TemplateFormat:
         """Writes rows with their budgets, system prompts and examples."""
         systems = [_system_of(row, self._system) for row in rows]
         shared = [row.get(SHARED, 0) for row in rows]
-        rows = [self._read(row) for row in rows]
-        cut = [self._within(row) for row in rows]
+        cut = [self._within(self._read(row)) for row in rows]
         made = self._writer.write([row for row, _ in cut])
         for i, (one, system) in enumerate(zip(made, systems, strict=True)):
             if isinstance(one, Rendered):
