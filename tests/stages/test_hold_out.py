@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,38 @@ def test_the_order_of_keys_holds_out_no_other_rows() -> None:
     )
     assert one == other
     assert 0 < len(one) < 200
+
+
+@pytest.mark.parametrize(
+    "more", [[{"name": "bob"}], [{"name": {"a": 1}}, {"name": [1]}]], ids=["a new key", "any type"]
+)
+def test_a_file_whose_messages_have_another_key_moves_no_row(
+    tmp_path: Path, more: list[Any]
+) -> None:
+    def talks(name: str, first: int, keys: list[Any]) -> None:
+        said = [
+            {"role": "user", "content": f"q{first + i}"} | keys[i % len(keys)] for i in range(60)
+        ]
+        jsonl(tmp_path / f"{name}.jsonl", [{"messages": [message]} for message in said])
+
+    def held() -> set[str]:
+        options: Any = {"fraction": 0.5, "held": True}
+        dataset = DatasetConfig(
+            name="d",
+            data_files=str(tmp_path / "*.jsonl"),
+            content_field="messages",
+            train_on="all",
+            hold_out=options,
+        )
+        source: Any = Pipeline(PipelineConfig(datasets=(dataset,), seed=1)).source().get_data()["d"]
+        rows = [row for name in source.shard_names for row in source.open_shard(name)]
+        return set(re.findall(r"\bq\d\b|\bq[1-5]\d\b", str(rows)))
+
+    talks("a", 0, [{}])
+    before = held()
+    talks("b", 100, more)
+    assert held() == before
+    assert 10 < len(before) < 50
 
 
 def run(tmp_path: Path, held_out: dict[str, Any]) -> dict[str, Any]:

@@ -110,7 +110,6 @@ def test_a_file_of_exactly_the_most_bytes_is_drawn_from(
         PromptEngine(chat_tokenizer(), drawn)
 
 
-@pytest.mark.parametrize("chat", [False, True])
 def test_an_array_behind_a_byte_order_mark_is_drawn_from(tmp_path: Path) -> None:
     path = tmp_path / "pool.json"
     rows = [{"q": q, "a": "one"} for q in "12"]
@@ -119,6 +118,7 @@ def test_an_array_behind_a_byte_order_mark_is_drawn_from(tmp_path: Path) -> None
     assert "A: one" in PromptEngine(chat_tokenizer(), drawn).render({"q": "3", "a": "three"}).text
 
 
+@pytest.mark.parametrize("chat", [False, True])
 def test_both_answers_of_a_pair_have_the_examples_of_their_row(tmp_path: Path, chat: bool) -> None:
     """A row's own preferred answer must not be an example of the rejected one either."""
     rows: list[dict[str, Any]] = [

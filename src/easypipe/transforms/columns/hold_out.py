@@ -13,6 +13,8 @@ import xxhash
 from easypipe.core.config import config, digest
 from easypipe.core.errors import require, require_columns
 from easypipe.core.protocols import left_out
+from easypipe.transforms.chat.columns import decoded_of
+from easypipe.transforms.chat.conversations import cleaned
 from easypipe.transforms.columns.base import ColumnTransform, Rows
 
 
@@ -94,8 +96,11 @@ def _texts(column: pa.Array) -> Iterator[bytes | memoryview]:
 
 
 def _json(columns: Sequence[pa.Array]) -> Iterator[bytes]:
-    """Yields the JSON of each row; if a row is one text (also JSON in a file), that text."""
-    for values in zip(*(column.to_pylist() for column in columns), strict=True):
+    """Yields the JSON of each row; if a row is one text (also JSON in a file), that text.
+
+    A key without a value counts as missing: columns have keys that only rows of other files have.
+    """
+    for values in zip(*map(decoded_of, columns), strict=True):
         whole = len(values) == 1 and isinstance(values[0], str)
-        text = values[0] if whole else json.dumps(values, sort_keys=True, default=str)
+        text = values[0] if whole else json.dumps(cleaned(values), sort_keys=True, default=str)
         yield text.encode("utf-8", "surrogatepass")
