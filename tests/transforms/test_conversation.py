@@ -65,8 +65,10 @@ def test_tools_are_those_of_their_row() -> None:
     rows = [{"messages": talk("a"), "tools": tools} for tools in ([tool], [], None)]
     template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
     chat = Chat(chat_tokenizer(), tools="tools", chat_template=template)
-    made = chat(InMemoryShardedSource(rows)).read(0, 0, 3).column("text").to_pylist()
-    assert made == [f"{json.dumps([tool])}a", "nulla", "nulla"]
+    texts = [f"{json.dumps([tool])}a", "nulla", "nulla"]
+    for first, last in ((0, 3), (1, 2), (2, 3)):  # also where no row has any
+        some = chat(InMemoryShardedSource(rows[first:last]))
+        assert some.read(0, 0, last - first).column("text").to_pylist() == texts[first:last]
 
 
 def test_what_is_no_conversation_is_that_row_s() -> None:

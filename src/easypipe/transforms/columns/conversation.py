@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import place, require, require_columns
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import ROW_NUMBER, is_list
 from easypipe.transforms.chat.columns import is_messages, is_text, values_of
 from easypipe.transforms.chat.conversations import wrong_messages, wrong_tools
 from easypipe.transforms.chat.pool import Asked
@@ -79,7 +79,8 @@ class Chat(ColumnTransform):
         for name in self.reads or ():
             require_columns([name], before.names, str(self))
             kind = before.field(name).type
-            if not is_messages(kind) and not is_text(kind) and not pa.types.is_null(kind):
+            inside = kind.value_type if is_list(kind) else kind  # null: [] in every row
+            if not (is_messages(kind) or is_text(kind) or pa.types.is_null(inside)):
                 raise self.error(
                     f"column {name!r} holds {kind}, not lists of objects",
                     "Give [{role, content}, ...].",
