@@ -301,6 +301,8 @@ def test_filter_non_empty() -> None:
     assert one(FilterNonEmpty("text"), text=texts, n=[0, 1, 2, 3, None])["text"] == ["x", "y"]
     assert one(FilterNonEmpty("n"), text=texts, n=[0, 1, 2, 3, None])["n"] == [0, 1, 2, 3]
     assert one(FilterNonEmpty("tags"), tags=[["a"], [], None])["tags"] == [["a"]]
+    mixed = [[{"a": 1}], [], None, [{"a": "x"}]]  # kept as JSON
+    assert one(FilterNonEmpty("m"), m=mixed, n=[0, 1, 2, 3])["n"] == [0, 3]
 
 
 def test_map_is_laid_over_the_row() -> None:

@@ -24,9 +24,10 @@ from easypipe.core.errors import (
     require_columns,
     require_known,
 )
-from easypipe.core.schema import ROW_NUMBER, is_list, list_sizes
+from easypipe.core.schema import ROW_NUMBER, is_json, is_list, list_sizes
 from easypipe.core.text import has_text
 from easypipe.core.values import JsonValue
+from easypipe.transforms.chat.columns import decoded_of
 from easypipe.transforms.columns.base import ColumnTransform, Narrowed, Rows, overlaid
 
 _TEXT = pa.large_string()
@@ -331,6 +332,8 @@ class FilterNonEmpty(ColumnTransform):
                 full = pa.array(has_text(column))
             elif is_list(column.type):
                 full = pa.array(list_sizes(column) > 0)
+            elif is_json(column.type):
+                full = pa.array([value not in (None, [], "") for value in decoded_of(column)])
             keep &= full.to_numpy(zero_copy_only=False)
         return rows.kept(keep)
 
