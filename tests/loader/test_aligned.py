@@ -24,6 +24,7 @@ from easypipe import (
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
+from easypipe.transforms.columns.hold_out import HoldOutConfig
 from laws import assert_aligned
 from token_support import small_tokenizer
 
@@ -136,12 +137,14 @@ def test_saved_and_loaded(tmp_path: Path, tokenizer: Any, format: str, packed: b
     pack = PACKS["concat"] if packed else None
     made = pipeline(tmp_path / "cache", tokenizer, dataset(rows()), pack=pack)
     made.save(SaveStageConfig(output_dir=tmp_path / "saved", format=format)).build()
-    again = dataset(tmp_path / "saved", aligned_columns=())
-    loaded = pipeline(tmp_path / "other", tokenizer, again)
-    loader = loaded.load(LoadStageConfig(batch_size=2)).build()
-    batches = list(loader)
-    assert assert_aligned(batches, COLUMNS, added=50256) > 500
-    assert batches[0]["half"].dtype == np.float16
+    some = HoldOutConfig(fraction=0.01)
+    for options in ({}, {"hold_out": some}):
+        again = dataset(tmp_path / "saved", aligned_columns=(), **options)
+        loaded = pipeline(tmp_path / "other", tokenizer, again)
+        loader = loaded.load(LoadStageConfig(batch_size=2)).build()
+        batches = list(loader)
+        assert assert_aligned(batches, COLUMNS, added=50256) > 500
+        assert batches[0]["half"].dtype == np.float16
 
 
 def test_json_and_memory_and_left_padding(tmp_path: Path, tokenizer: Any) -> None:

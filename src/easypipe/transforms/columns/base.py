@@ -389,10 +389,12 @@ class TransformedSource(Source):
 
     @property
     def info(self) -> SourceInfo:
-        below = info_of(self.source)
+        below, own = info_of(self.source), self.transform.tokens
         return SourceInfo(
-            tokens=self.transform.tokens or below.tokens,
+            tokens=own or below.tokens,
+            turns=below.turns if own is None else None,
             cacheable=self.transform.cacheable and below.cacheable,
+            aligned=tuple(name for name in below.aligned if name in self._schema.names),
         )
 
     @property
