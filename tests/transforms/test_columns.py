@@ -303,6 +303,8 @@ def test_filter_non_empty() -> None:
     assert one(FilterNonEmpty("tags"), tags=[["a"], [], None])["tags"] == [["a"]]
     mixed = [[{"a": 1}], [], None, [{"a": "x"}]]  # kept as JSON
     assert one(FilterNonEmpty("m"), m=mixed, n=[0, 1, 2, 3])["n"] == [0, 3]
+    kept = InMemoryShardedSource({"m": mixed}).read(0, 0, 0)
+    assert FilterNonEmpty("m")(kept).num_rows == 0
 
 
 def test_map_is_laid_over_the_row() -> None:

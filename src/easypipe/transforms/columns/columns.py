@@ -333,7 +333,9 @@ class FilterNonEmpty(ColumnTransform):
             elif is_list(column.type):
                 full = pa.array(list_sizes(column) > 0)
             elif is_json(column.type):
-                full = pa.array([value not in (None, [], "") for value in decoded_of(column)])
+                full = pa.array(
+                    [value not in (None, [], "") for value in decoded_of(column)], pa.bool_()
+                )
             keep &= full.to_numpy(zero_copy_only=False)
         return rows.kept(keep)
 
