@@ -120,7 +120,7 @@ def test_a_file_whose_messages_have_another_key_moves_no_row(
         ]
         jsonl(tmp_path / f"{name}.jsonl", [{"messages": [message]} for message in said])
 
-    def held() -> set[str]:
+    def held(**more: Any) -> set[str]:
         options: Any = {"fraction": 0.5, "held": True}
         dataset = DatasetConfig(
             name="d",
@@ -129,14 +129,17 @@ def test_a_file_whose_messages_have_another_key_moves_no_row(
             train_on="all",
             hold_out=options,
         )
-        source: Any = Pipeline(PipelineConfig(datasets=(dataset,), seed=1)).source().get_data()["d"]
-        rows = [row for name in source.shard_names for row in source.open_shard(name)]
-        return set(re.findall(r"\bq\d\b|\bq[1-5]\d\b", str(rows)))
+        config = PipelineConfig(datasets=(dataset,), seed=1, **more)
+        source: Any = Pipeline(config).source().get_data()["d"]
+        rows = [source.read(i, 0, shard.num_rows) for i, shard in enumerate(source.shards)]
+        said = str([batch.column("messages").to_pylist() for batch in rows])
+        return set(re.findall(r"\bq\d\b|\bq[1-5]\d\b", said))
 
     talks("a", 0, [{}])
     before = held()
+    assert held(streaming=True) == before
     talks("b", 100, more)
-    assert held() == before
+    assert held() == held(streaming=True) == before
     assert 10 < len(before) < 50
 
 
