@@ -74,6 +74,21 @@ def test_one_label_for_a_row():
     )["labels"].tolist() == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"labels": 1}, {}], "row 1 of the batch, column 'labels': no label of the row"),
+        ([{}, {"labels": 1}], "row 0 of the batch, column 'labels': no label of the row"),
+        ([{"labels": [5]}, {"labels": 1}], "row 0 of the batch, column 'labels'"),
+        ([{}, {"weight": 1}], "row 0 of the batch, column 'weight': there is none"),
+        ([{"weight": 1}, {}], "row 1 of the batch, column 'weight': there is none"),
+    ],
+)
+def test_rows_of_one_batch_have_the_same_columns(rows: list[dict], message: str):
+    with pytest.raises(SourceError, match=message):
+        create_collate_fn()([{"input_ids": [5]} | row for row in rows])
+
+
 def test_dtypes_come_from_the_output_schema_and_jax_arrays_from_return_tensors():
     import jax
 

@@ -191,7 +191,13 @@ def test_an_unseeded_shuffle_draws_a_seed_once(caplog: pytest.LogCaptureFixture)
     pipeline = DataPipeline.from_config(values()).unwrap()
     with caplog.at_level(logging.INFO, "easypipe"):
         one, two = (pipeline.get_dataloader("train", shuffle=True).unwrap() for _ in range(2))
+        given = values()
+        given["dataloader"] |= {"group_by_length": 2}
+        del given["tokenizer"]["max_length"]
+        grouped = DataPipeline.from_config(given).unwrap()
+        three, four = (grouped.get_dataloader("train").unwrap() for _ in range(2))
     assert one.seed == two.seed == pipeline.options.seed
+    assert three.seed == four.seed == grouped.options.seed
     assert f"drew {one.seed}" in caplog.text
 
 
@@ -224,6 +230,15 @@ def test_a_name_that_is_no_path_is_on_the_hub() -> None:
     assert (dataset.type, dataset.data_files, dataset.split, dataset.subset, dataset.revision) == (
         "huggingface", "gsm8k-like/rows", "test", "main", "abc"
     )  # fmt: skip
+    given["dataset"]["name"] = "teknium/OpenHermes-2.5"  # a version is no extension
+    hermes = DataPipeline.from_config(given).unwrap().dataset_config("test")
+    assert (hermes.type, hermes.subset) == ("huggingface", "main")
+    given["dataset"]["name"] = "hf://datasets/gsm8k-like/rows"
+    spelled = DataPipeline.from_config(given).unwrap().dataset_config("test")
+    assert (spelled.subset, spelled.revision) == ("main", "abc")
+    given["dataset"]["name"] = "rows/val.jsonl"
+    with pytest.raises(ConfigError, match="subset: applies only to datasets of the Hub"):
+        DataPipeline.from_config(given).unwrap().dataset_config("train")
     for name in ("rows/val.jsonl", "rows/*", "s3://bucket/rows"):  # nothing is there
         given["dataset"] = {"name": name}
         named = DataPipeline.from_config(given).unwrap().dataset_config("train")

@@ -355,6 +355,28 @@ def test_splits_are_disjoint_whole_and_the_seeds(rows: int, val_split: float, se
         assert splits.val.tolist() != other.val.tolist()
 
 
+@pytest.mark.parametrize("val_split", [0, 0.25])
+def test_arrays_of_tokens_by_number_are_rows_of_tokens(val_split: float) -> None:
+    tokens = np.arange(1, 41).reshape(8, 5)
+
+    class Rows:
+        fingerprint = "own"
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> np.ndarray:
+            return tokens[index]
+
+    options: dict[str, Any] = {"batch_size": 2, "seed": 1, "val_split": val_split}
+    modules = [UniversalDataModule(rows, **options) for rows in (list(tokens), tokens, Rows())]
+    wanted, *others = (
+        [*module.train_dataloader(), *(module.val_dataloader() or ())] for module in modules
+    )
+    for found in others:
+        assert_same_batches(found, wanted)
+
+
 @pytest.mark.parametrize("row", [(3, 4), (np.zeros((2, 2)), 1), [np.zeros((2, 2)), 1], "ab", {}])
 def test_rows_that_are_no_arrays_of_tokens_reach_a_collator_as_they_are(row: Any) -> None:
     module = UniversalDataModule([row] * 2, batch_size=2, seed=1, collate_fn=lambda some: some)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -184,6 +185,15 @@ def test_an_unseeded_loader_draws_a_seed_and_says_which(caplog: pytest.LogCaptur
     )
 
 
+def test_a_dataset_whose_own_collator_draws_draws_a_seed_that_ranks_must_share():
+    class Masked(list):
+        collate_fn = staticmethod(MASKED)
+
+    assert loader(Masked(TOKENS), seed=None).seed != loader(Masked(TOKENS), seed=None).seed
+    with pytest.raises(ConfigError, match="seed: every rank would draw its own"):
+        loader(Masked(TOKENS), seed=None, rank=1, world_size=2)
+
+
 def test_a_collator_that_draws_draws_anew_in_every_pass():
     made = list(loader(TOKENS, batch_size=17, num_epochs=2, collate_fn=MASKED))
     assert (made[0]["labels"] != made[1]["labels"]).any()
@@ -254,6 +264,47 @@ def test_forward_rows_go_back_by_beginning_again():
     assert rows.batch(np.arange(40, 44), 0)["x"].tolist() == [40, 41, 42, 43]
     assert rows.batch(np.array([3, 1, -1]), 0)["x"].tolist() == [3, 1, 0]
     assert (rows.available(45, 60), rows.available(60, 70), rows.num_rows) == (5, 0, 50)
+
+
+def test_a_later_row_of_a_stream_is_reached_without_keeping_those_before_it():
+    class Row(dict):
+        __hash__ = object.__hash__
+
+    held: weakref.WeakSet[Row] = weakref.WeakSet()
+
+    class Rows:
+        def __iter__(self):
+            for i in range(20_000):
+                row = Row(x=i)
+                held.add(row)
+                most.append(len(held))
+                yield row
+
+    most: list[int] = []
+    rows = ForwardRows(Rows(), lambda items: {"x": np.array([item["x"] for item in items])})
+    assert rows.batch(np.array([19_000]), 0)["x"].tolist() == [19_000]
+    assert max(most) < 5000
+
+
+def test_a_stream_that_has_fewer_rows_than_its_state_is_no_end_of_the_data():
+    made = loader(Stream(40), batch_size=8)
+    states = [made.state() for _ in made]
+    again = loader(Stream(16), batch_size=8)
+    again.restore(states[1])
+    assert list(again) == []
+    with pytest.raises(StateError, match="it is at row 24, and there are fewer rows now"):
+        again.restore(states[2])
+
+
+@pytest.mark.parametrize("kind", [ItemRows, ForwardRows])
+def test_a_process_whose_rows_of_a_batch_are_all_padding_makes_padding(kind):
+    keyed = kind(TOKENS, MASKED)
+    keyed.available(16, 20)
+    some, none = (keyed.batch(np.array([row, -1]), 0) for row in (16, -1))
+    assert some.keys() == none.keys()
+    for name, column in none.items():
+        assert (column == (-100 if name == "labels" else 0)).all()
+        assert (len(column), column.dtype) == (2, some[name].dtype)
 
 
 def test_streams_cannot_be_shuffled_or_repeated(caplog: pytest.LogCaptureFixture):

@@ -96,12 +96,15 @@ def test_labels_beside_padding_on_the_left() -> None:
         INPUT_IDS: np.array([[5, 6, 7, 0, 0], [1, 2, 3, 4, 9], [0] * 5]),
         SEGMENT_IDS: np.array([[1, 2, 2, 0, 0], [1] * 5, [0] * 5]),
     }
-    batch = with_asked(collate(rows), CollateConfig(padding_side="left", attention_mask=True))
+    left = CollateConfig(padding_side="left", attention_mask=True)
+    batch = with_asked(collate(rows), left)
     assert_labels(batch)
     assert batch[INPUT_IDS].tolist() == [[0, 0, 5, 6, 7], [1, 2, 3, 4, 9], [0] * 5]
     assert batch[LABELS][0].tolist() == [IGNORE, IGNORE, IGNORE, 7, IGNORE]
     assert batch[POSITION_IDS][0].tolist() == [0, 0, 0, 0, 1]
     assert batch[ATTENTION_MASK].sum(axis=1).tolist() == [3, 5, 0]
+    empty = {name: column[:2, :0] for name, column in rows.items()}
+    assert with_asked(collate(empty), left)[INPUT_IDS].shape == (2, 0)
 
 
 # Widths

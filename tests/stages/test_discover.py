@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import html
 import json
+import math
 import os
 import re
 import sys
@@ -270,6 +271,13 @@ def test_rows_are_counted_where_asked_or_known(tmp_path: Path) -> None:
     elsewhere = discover(path, cache_dir=tmp_path / "other").parts[0]
     assert elsewhere.num_rows is None
     assert discover(path, sample_rows=5).parts[0].sample == ({"text": "x" * 1000},) * 5
+
+
+def test_numbers_that_json_lacks_are_text_in_it(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"], "score": [[math.nan, -math.inf, 0.5]]}), path)
+    [row] = discover(path).to_json()["parts"][0]["sample"]
+    assert row["score"] == ["nan", "-inf", 0.5]
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl"])

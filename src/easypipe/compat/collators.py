@@ -131,15 +131,18 @@ class PaddingCollator:
             INPUT_IDS: rule.fill(ids, width, rule.pad_token_id),
             ATTENTION_MASK: attended,
         }
-        label = rows[0].get(LABELS)
-        if label is not None and np.ndim(label) == 0:
-            batch[LABELS] = stacked([row.get(LABELS) for row in rows], LABELS)
+        labels = [row.get(LABELS) for row in rows]
+        of_row = [label is not None and np.ndim(label) == 0 for label in labels]
+        if any(of_row):
+            _require_all(of_row, LABELS, "no label of the row, which other rows have")
+            batch[LABELS] = stacked(labels, LABELS)
         else:
             padded = rule.fill(targets_of(columns), width, IGNORE)
             unlabelled = (attended == 0) | (padded == IGNORE)
             batch[LABELS] = np.where(unlabelled, rule.label_pad_token_id, padded)
-        for name in rows[0]:
+        for name in dict.fromkeys(name for row in rows for name in row):
             if name not in (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK):
+                _require_all([name in row for row in rows], name, "there is none")
                 values = [as_array(row.get(name)) for row in rows]
                 along = all(
                     value.shape == own.shape and value.dtype.kind in "iub"
@@ -151,6 +154,13 @@ class PaddingCollator:
                     else stacked([row.get(name) for row in rows], name)
                 )
         return rule.finish(batch)
+
+
+def _require_all(have: Sequence[bool], name: str, problem: str) -> None:
+    """Raises SourceError for the first row that has not what other rows of its batch have."""
+    if not all(have):
+        at = place(f"row {have.index(False)} of the batch", column=name)
+        raise SourceError(at=at, problem=problem, fix="Give every row the same columns.")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from easypipe.compat.vision import IMAGE_COLUMNS
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.random import draw_seed, fold
 from easypipe.core.schema import INPUT_IDS, TaskSpec
-from easypipe.core.values import Collate, Dataset, Int64, Item
+from easypipe.core.values import Collate, Dataset, Int64, Item, attribute_of
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
 from easypipe.plan.order import permute
@@ -107,7 +107,9 @@ class UniversalDataModule:
         self._passes: dict[str, int] = {}
         self.options = DataLoaderConfig(batch_size=batch_size, seed=self.seed, **options)
         require(len(train_data), "train_data", "has no rows", "Give it some.")
-        first = _row(train_data[0])
+        raw = train_data[0]
+        first = _row(raw)
+        self._arrays = first is not raw
         self.task_spec = task_spec or _task_of(first)
         self._column = next(
             (name for name in (TEXT, MESSAGES) if isinstance(first, Mapping) and name in first),
@@ -233,7 +235,8 @@ class UniversalDataModule:
         if spelled is not None:
             options.warn_of_what_has_no_effect()
             return text_loader(spelled, options)
-        rows = _Rows(data) if isinstance(data, list | tuple) else data
+        arrays = self._arrays and self._collate_fn is None
+        rows = _Rows(data) if arrays or isinstance(data, list | tuple) else data
         collate = (
             None
             if isinstance(data, PreprocessedDataset) and self._is_plain_text
@@ -254,10 +257,11 @@ class UniversalDataModule:
 
 
 class _Rows:
-    """A list of rows in which arrays of integers count as rows of tokens."""
+    """Rows in which arrays of integers count as rows of tokens."""
 
     def __init__(self, data: Sequence[Item]) -> None:
         self._data = data
+        self.fingerprint = attribute_of(data, "fingerprint", "_fingerprint")
 
     def __len__(self) -> int:
         return len(self._data)

@@ -20,6 +20,7 @@ from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean, requi
 from easypipe.core.result import Err, Result, attempt
 from easypipe.core.values import Arguments, Settings
 from easypipe.loader.epochs import EpochLoader
+from easypipe.sources.refs import format_of
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -86,10 +87,10 @@ class DatasetSection:
             at, fix = "dataset.data_files", "Name it in dataset.data_files."
             require_known(split, self.data_files, at, f"no split {split!r}", fix)
             return {**rows, "data_files": self.data_files[split]}
-        rows |= {"data_files": self.name, "split": split}
         if not self.is_local:
-            rows |= {"type": "huggingface", "subset": self.subset, "revision": self.revision}
-        return rows
+            rows["type"] = "huggingface"
+        of_hub = {"subset": self.subset, "revision": self.revision}
+        return {**rows, "data_files": self.name, "split": split, **of_hub}
 
     @property
     def is_local(self) -> bool:
@@ -97,7 +98,7 @@ class DatasetSection:
         return (
             "://" in self.name
             or Path(os.path.expanduser(self.name)).exists()
-            or bool(Path(self.name).suffix)
+            or format_of(self.name) is not None
             or glob.has_magic(self.name)
         )
 
@@ -277,9 +278,9 @@ class DataPipeline:
     def _loader(self, split: str, shuffle: bool | None) -> EpochLoader:
         shuffle = self.config.dataloader.shuffle if shuffle is None else shuffle
         self.config.dataloader.warn_of_what_has_no_effect()
-        options = dataclasses.replace(
-            self.options if shuffle else self.config.dataloader, shuffle=shuffle
-        )
+        options = dataclasses.replace(self.config.dataloader, shuffle=shuffle)
+        if options.order_is_drawn:
+            options = dataclasses.replace(options, seed=self.options.seed)
         dataset, columns = self.dataset_config(split), self.config.dataset.columns
         make = text_stream if self.config.dataset.streaming else text_loader
         loader = make(dataset, options, columns=columns)

@@ -204,7 +204,13 @@ class DataLoaderFactory:
         """
         options = config or DataLoaderConfig()
         options.warn_of_what_has_no_effect()
-        drawing = options.order_is_drawn or draws(options.collate_fn)
+        drawing = options.order_is_drawn or draws(_collate(dataset, options))
+        require(
+            options.world_size <= 1 or not drawing or options.seed is not None,
+            "seed",
+            "every rank would draw its own",
+            "Give all ranks one seed.",
+        )
         options = options.with_seed(drawing=drawing)
         spelled = (
             dataset.as_dataset_config()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -242,6 +243,8 @@ def shown_value(value: object) -> JsonValue:
             *(shown_value(item) for item in value[:8]),
             *([f"… {len(value) - 8} more"] if len(value) > 8 else []),
         ]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 

@@ -152,7 +152,7 @@ def collate(rows: Mapping[str, Integers], *, attention_mask: bool = False) -> di
 
 def with_asked(batch: dict[str, Int32], rule: CollateConfig) -> dict[str, Int32]:
     """Returns the columns that `rule` requests, padded on its padding_side."""
-    if rule.padding_side == "left":
+    if rule.padding_side == "left" and batch[SEGMENT_IDS].size:
         # slots after the last token; 0 in a row without tokens
         segments = batch[SEGMENT_IDS]
         padding = np.argmax(segments[:, ::-1] > 0, axis=1)

@@ -27,6 +27,7 @@ from easypipe.loader.order import ReadingOrder
 from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
 from easypipe.loader.row_transforms import MappedRows, RowTransform
+from easypipe.loader.rows.items import ForwardRows
 from easypipe.loader.rows.ranks import RankRows, check_rank
 from easypipe.loader.rows.rows import Mark, RowReader, Rows, Share
 from easypipe.loader.state import LoaderState
@@ -366,7 +367,9 @@ class Loader:
                 )
             raise
         reader = self.rows.open(state)
-        if state is not saved and reader.available(state.row - 1, state.row) == 0 < state.row:
+        # no digest tells how many rows a stream has
+        unknown = state is not saved or isinstance(self.rows, ForwardRows)
+        if unknown and reader.available(state.row - 1, state.row) == 0 < state.row:
             raise StateError(
                 at="loader state",
                 problem=f"it is at row {state.row}, and there are fewer rows now",

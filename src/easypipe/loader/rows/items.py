@@ -68,22 +68,22 @@ class _Unsized(NumberedRows):
             fix="Change rows in the dataset or in the collator.",
         )
 
-    def _collated(self, items: list[Item], rows: Int64, epochs: Int64) -> Any:
-        """Returns the batch of `items`, which are the real ones among `rows`.
+    def _collated(self, items: list[Item], rows: Int64, shown: Int64) -> Any:
+        """Returns the batch of `items`, which are rows `shown`: the real ones among `rows`.
 
-        Rows of -1 come last and are filled with padding.
+        Rows of -1 come last and are filled with padding. If all are, `shown` is any row: it has the
+        columns.
         """
-        real = rows[rows >= 0]
         if not (isinstance(self._collate, KeyedCollator) and self._collate.draws):
             batch = self._collate(items)
         else:
-            pairs = zip(epochs.tolist(), real.tolist(), strict=True)
+            pairs = zip(self.epochs(shown).tolist(), shown.tolist(), strict=True)
             batch = self._collate(
                 items,
                 keys=[fold(self._seed, "row", self._name, epoch, row) for epoch, row in pairs],
             )
-        missing = len(rows) - len(real)
-        return _filled(batch, missing) if missing else batch
+        real = int(np.count_nonzero(rows >= 0))
+        return batch if real == len(rows) else _filled(batch, real, len(rows) - real)
 
 
 class ItemRows(_Unsized, RepeatedRows):
@@ -137,16 +137,16 @@ class ItemRows(_Unsized, RepeatedRows):
         }
 
     def batch(self, rows: Int64, width: int) -> Any:
-        real = rows[rows >= 0]
+        shown = rows[rows >= 0] if rows.max() >= 0 else np.zeros(1, np.int64)
         items = []
         # each read calls the user's own code, row by row
-        for number in self.numbers(real).tolist():
+        for number in self.numbers(shown).tolist():
             try:
                 items.append(self._dataset[number])
             except Exception as error:
                 error.add_note(f"{self._name}: row {number}")
                 raise
-        return self._collated(items, rows, self.epochs(real))
+        return self._collated(items, rows, shown)
 
     def numbers(self, rows: Int64) -> Int64:
         """Returns which rows of the dataset are at these rows of the run."""
@@ -230,12 +230,12 @@ class ForwardRows(_Unsized):
         return np.full(len(rows), self._epoch, np.int64)
 
     def batch(self, rows: Int64, width: int) -> Any:
-        real = rows[rows >= 0]
         with self._lock:
-            self._seek(int(real.min()))
-            self._reach(int(real.max()) + 1)
-            items = [self._ahead[row - self._first] for row in real.tolist()]
-        return self._collated(items, rows, self.epochs(real))
+            shown = rows[rows >= 0] if rows.max() >= 0 else np.array([self._first])
+            self._seek(int(shown.min()))
+            self._reach(int(shown.max()) + 1)
+            items = [self._ahead[row - self._first] for row in shown.tolist()]
+        return self._collated(items, rows, shown)
 
     def _seek(self, row: int) -> None:
         """Makes `row` the first one that is kept."""
@@ -243,7 +243,7 @@ class ForwardRows(_Unsized):
             if (set_epoch := attribute_of(self._dataset, "set_epoch")) is not None:
                 set_epoch(self._epoch)
             self._items, self._ahead, self._first = iter(self._dataset), [], 0
-        self._reach(row)
+        self._reach(row, keep=False)
         del self._ahead[: row - self._first]
         self._first = row
 
@@ -276,11 +276,11 @@ def describe_collator(collate: Collate) -> str:
     return dotted_name(collate, type(collate).__qualname__)
 
 
-def _filled(batch: Any, missing: int) -> Any:
+def _filled(batch: Any, real: int, missing: int) -> Any:
     if isinstance(batch, Mapping):
-        return {name: _padded(name, column, missing) for name, column in batch.items()}
+        return {name: _padded(name, column, real, missing) for name, column in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(_padded("", column, missing) for column in batch)
+        return tuple(_padded("", column, real, missing) for column in batch)
     raise SourceError(
         at="batch",
         problem=f"the collator made {type(batch).__name__}, which cannot be padded to a batch",
@@ -288,7 +288,7 @@ def _filled(batch: Any, missing: int) -> Any:
     )
 
 
-def _padded(name: str, column: Any, missing: int) -> Array:
-    column = np.asarray(column)
+def _padded(name: str, column: Any, real: int, missing: int) -> Array:
+    column = np.asarray(column)[:real]
     fill = IGNORE if name == LABELS and column.dtype.kind == "i" else 0
     return np.concatenate([column, np.full((missing, *column.shape[1:]), fill, column.dtype)])
