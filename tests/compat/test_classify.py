@@ -309,6 +309,21 @@ def test_rows_of_files_are_copied_once_and_mapped(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache" / "images").iterdir())) == 2
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1000])
+def test_a_copy_that_is_cut_off_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_bytes: int
+) -> None:
+    path = table(tmp_path / "images.parquet", 600)
+    made = ImagesConfig(data_files=str(path), cache_dir=tmp_path / "cache")
+    Images(made, "data_files")
+    [copied] = (tmp_path / "cache" / "images").iterdir()
+    whole = copied.read_bytes()
+    copied.write_bytes(whole[:num_bytes])
+    assert len(Images(made, "data_files").rows(None)) == 600
+    assert f"{copied} is damaged, and is made again" in caplog.text
+    assert copied.read_bytes() == whole
+
+
 @pytest.mark.parametrize("count", range(1, 10))
 def test_rows_are_copied_to_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int

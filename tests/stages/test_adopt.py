@@ -4,6 +4,7 @@ they say.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import laws
+from chat_support import chat_tokenizer
 from easypipe import (
     ConfigError,
     DatasetConfig,
@@ -165,6 +167,22 @@ def test_saved_tokens_can_be_limited_and_their_type_is_not_another(tmp_path: Pat
         ConfigError, match=r"datasets.x.type: 'csv', but .* was saved as parquet. Leave it out."
     ):
         Pipeline(config(tmp_path, datasets=[other])).source()
+
+
+def test_the_tokenizer_of_a_saved_folder_is_not_another(tmp_path: Path) -> None:
+    first = pipeline(tmp_path, [{"text": f"row {i}"} for i in range(9)])
+    first.save({"output_dir": str(tmp_path / "out")}).build()
+
+    def opened(name: str) -> Pipeline:
+        dataset = DatasetConfig(name="x", data_files=tmp_path / "out", tokenizer=name)
+        return Pipeline(config(tmp_path, datasets=[dataset])).source()
+
+    opened(tokenizer())
+    opened(shutil.copytree(tokenizer(), tmp_path / "copy").as_posix())
+    with pytest.raises(
+        ConfigError, match=r"datasets.x.tokenizer: '.*', but .*out holds tokens of '.*'. Leave it"
+    ):
+        opened(chat_tokenizer())
 
 
 @pytest.mark.parametrize(

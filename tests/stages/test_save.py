@@ -685,6 +685,18 @@ def test_bad_rows_of_text_that_is_saved_as_it_is_are_only_counted(
         assert f"dataset x: {option} has no effect on rows that are saved as they" in caplog.text
 
 
+def test_a_relative_folder_is_where_the_pipeline_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (there := tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    chain = Pipeline(config(tmp_path)).source().save(SaveStageConfig(output_dir="out"))
+    monkeypatch.chdir(there)
+    chain.build()
+    assert not list(there.iterdir())
+    assert all(one.ok for one in verify(tmp_path / "out"))
+
+
 @pytest.mark.parametrize("twice", ["datasets", "stages"])
 def test_what_a_pipeline_saves_is_not_replaced_by_itself(tmp_path: Path, twice: str) -> None:
     own = {"save_path": tmp_path / "out"} if twice == "datasets" else {}

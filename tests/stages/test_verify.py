@@ -238,6 +238,18 @@ def broken_in(store: Store, url: str, name: str) -> None:
     store.filesystem.pipe_file(f"{url}/{victim}", bytes(data))
 
 
+def test_one_saved_dataset_in_a_bucket_is_read_with_the_options_of_save(
+    tmp_path: Path, store: Store
+) -> None:
+    url = f"{store.new()}/out"
+    save = {"output_dir": url, "storage_options": store.options}
+    made = values(tmp_path, mix=None, pack=None, save=save)
+    Pipeline.from_config(made).source().save().build()
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": made}))
+    for path in (url, f"{url}/code"):
+        assert main(["verify", path, str(tmp_path / "run.yaml")]) == 0
+
+
 def test_a_saved_folder_in_a_bucket_is_repaired(tmp_path: Path, store: Store) -> None:
     url = f"{store.new()}/out"
     save = {"output_dir": url, "num_shards": 3, "storage_options": store.options}

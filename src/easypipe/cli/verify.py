@@ -89,12 +89,18 @@ def _options_for(path: str, data: PipelineConfig) -> StorageOptions:
     """
     from easypipe.cache.repair import place_of
 
-    place = place_of(path)
+    def within(folder: str | Path | None, outer: str | Path | None) -> bool:
+        if folder is None or outer is None:
+            return False
+        return f"{place_of(folder)}/".startswith(f"{place_of(outer)}/")
+
     saves = [dataset.save_path for dataset in data.datasets] + [
         None if data.save is None else data.save.output_dir
     ]
-    if data.save is not None and any(
-        place_of(folder).startswith(place) for folder in saves if folder is not None
+    if (
+        data.save is not None
+        and not within(path, data.cache_dir)
+        and any(within(folder, path) or within(path, folder) for folder in saves)
     ):
         return data.save.storage_options
     return None if data.cache is None else data.cache.storage_options

@@ -61,6 +61,8 @@ from easypipe.train.trainer import TrainResult, run_training
 # does not grow with the dataset.
 
 
+log = logging.getLogger("easypipe")
+
 ROWS_AT_A_TIME = 256
 COPY_VERSION = 1  # to be increased when the format of the copies changes
 
@@ -286,14 +288,18 @@ class Images:
         if in_memory:
             return pa.Table.from_batches(self._read(source), schema)
         path = cache_folder(self._config.cache_dir).local / "images" / f"{self.fingerprint}.arrow"
-        if not path.exists():
-            with (
-                storage.commit_file(path) as (temporary, _),
-                pa.ipc.new_file(str(temporary), schema) as writer,
-            ):
-                for batch in self._read(source):
-                    writer.write_batch(batch)
-        return pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
+        if path.exists():
+            try:
+                return _opened(path)
+            except pa.ArrowInvalid as error:
+                log.warning("%s is damaged, and is made again: %s", path, error)
+        with (
+            storage.commit_file(path) as (temporary, _),
+            pa.ipc.new_file(str(temporary), schema) as writer,
+        ):
+            for batch in self._read(source):
+                writer.write_batch(batch)
+        return _opened(path)
 
     def _read(self, source: ShardedSource) -> Iterator[pa.RecordBatch]:
         for number, shard in enumerate(source.shards):
@@ -303,7 +309,9 @@ class Images:
                 yield source.read(number, start, stop).select(self._columns)
 
 
-log = logging.getLogger("easypipe")
+def _opened(path: Path) -> pa.Table:
+    return pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
+
 
 VAL = "val"  # the name of the held-out rows in metrics
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,9 @@ class SaveStage(BaseStage):
     """The save stage; it passes its data on unchanged, and `Pipeline.build()` calls `write`."""
 
     config: SaveStageConfig
+
+    # Where relative folders are: the process may go elsewhere between `save()` and `build()`.
+    _here: str | None = None
 
     @property
     def name(self) -> str:
@@ -162,8 +166,16 @@ class SaveStage(BaseStage):
                 f"no folder for dataset {name!r}",
                 "Set it, or the dataset's save_path.",
             )
-            targets.append(Target(dataset=name, source=source, folder=str(folder), config=config))
+            place = self._placed(str(folder))
+            targets.append(Target(dataset=name, source=source, folder=place, config=config))
         return targets
+
+    def _placed(self, folder: str) -> str:
+        """Returns a folder that is the same wherever the process is."""
+        if "://" in folder or folder.startswith("~") or os.path.isabs(folder):
+            return folder
+        self._here = self._here or os.getcwd()
+        return folder if self._here == os.getcwd() else os.path.join(self._here, folder)
 
 
 def rows_of(target: Target, context: PipelineContext) -> Rows:

@@ -39,6 +39,7 @@ from easypipe.stages.source.config import (
     no_datasets,
     split_of,
 )
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 log = logging.getLogger("easypipe")
 
@@ -91,6 +92,16 @@ def _saved(dataset: DatasetConfig, saved: SavedSource) -> SavedSource:
         "has no effect: this folder was saved row by row",
         "Leave it out.",
     )
+    own, tokens = dataset.tokenizer, saved.manifest.tokens
+    if own is not None and tokens is not None:
+        named = own if isinstance(own, str) else own.name_or_path
+        require(
+            named == tokens.tokenizer
+            or load_tokenizer(own).fingerprint == tokens.tokenizer_fingerprint,
+            f"datasets.{dataset.name}.tokenizer",
+            f"{named!r}, but {dataset.data_files} holds tokens of {tokens.tokenizer!r}",
+            "Leave it out.",
+        )
     return saved
 
 
