@@ -28,7 +28,7 @@ from easypipe import (
 )
 from easypipe.compat.loaders import text_loader
 from easypipe.compat.registry import CollatorRegistry
-from easypipe.core.errors import ConfigError, StateError
+from easypipe.core.errors import ConfigError, PlacementError, StateError
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.loader.rows.items import ForwardRows, ItemRows
@@ -206,6 +206,11 @@ def test_device_arrays_fill_a_short_last_batch_with_nothing():
     assert all(isinstance(column, jax.Array) for column in made[1].values())
     assert made[1]["labels"].tolist() == [4, -100, -100, -100]
     assert_same_batch(made[0], next(iter(loader(Images(5), batch_size=4, collate_fn=VISION))))
+    [(first, second)] = loader([(i, 0.5) for i in range(3)], batch_size=4, prefetch_to_device=True)
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2, 0], [0.5, 0.5, 0.5, 0])
+    assert isinstance(first, jax.Array)
+    with pytest.raises(PlacementError, match=r"column 'text': it does not hold numbers.*Leave the"):
+        next(iter(loader([{"text": "a"}] * 4, batch_size=4, prefetch_to_device=True)))
 
 
 def test_micro_batches_of_any_shape():

@@ -179,7 +179,7 @@ class Placement:
             jax.jit(tuple, in_shardings=whole, out_shardings=self.sharding) if one_program else None
         )
 
-    def place(self, batch: Mapping[str, Int32]) -> Batch:
+    def place(self, batch: Columns | Sequence[Int32]) -> Batch:
         """Places the columns of this process's rows.
 
         Args:
@@ -189,9 +189,20 @@ class Placement:
             `{column: jax.Array[B, T]}`, with micro-batches jax.Array[A, B/A, T].
 
         Raises:
-            PlacementError: Slots do not divide over the mesh, or a column is not [rows, slots] and
-                the mesh has several processes.
+            PlacementError: Slots do not divide over the mesh, a column does not hold numbers, or it
+                is not [rows, slots] and the mesh has several processes.
         """
+        if not isinstance(batch, Mapping):  # a user's collator, or rows that are tuples
+            named = {f"{i}": column for i, column in enumerate(batch)}
+            placed = self.place(named)
+            return tuple(placed[name] for name in named)  # pyright: ignore[reportReturnType]
+        for name, column in batch.items():
+            if getattr(column, "dtype", np.dtype(object)).kind in "OSU":
+                raise PlacementError(
+                    at=f"batch, column {name!r}",
+                    problem="it does not hold numbers, so it cannot be put on a device",
+                    fix="Leave the column out, or leave prefetch_to_device and mesh out.",
+                )
         num_slots = next(iter(batch.values())).shape[-1]  # the tokens are the first column
         if num_slots % self._slot_ways:
             raise self._uneven_slots(num_slots)
