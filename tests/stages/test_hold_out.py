@@ -179,7 +179,9 @@ def test_a_run_made_in_python_holds_out_as_its_file_does(tmp_path: Path) -> None
     values = run(tmp_path, held_out)
     wanted = data_of(values)
     [dataset] = values["data"].pop("datasets")
-    data = PipelineConfig(datasets=(DatasetConfig(**dataset, on_error="skip"),), **values["data"])
+    data = PipelineConfig(
+        datasets=(DatasetConfig(**dataset, save_path=str(tmp_path / "saved")),), **values["data"]
+    )
     made = RunConfig(
         data=data,
         train=TrainingConfig(output_dir=str(tmp_path / "run"), steps=1),
@@ -189,7 +191,7 @@ def test_a_run_made_in_python_holds_out_as_its_file_does(tmp_path: Path) -> None
     assert [one.hold_out for one in made.data.datasets] == [
         one.hold_out for one in wanted[0].datasets
     ]
-    assert made.data.datasets[0].on_error == "skip"
+    assert made.data.datasets[0].save_path is not None
     assert dataclasses.replace(made, model=made.model) == made
     with pytest.raises(ConfigError, match=r"data\.datasets\[0\]\.hold_out: is set by eval\.held"):
         RunConfig(data=made.data, train=made.train, eval={"held": held_out})  # type: ignore[dict-item]
@@ -197,7 +199,7 @@ def test_a_run_made_in_python_holds_out_as_its_file_does(tmp_path: Path) -> None
         RunConfig(data="files", train=made.train, eval={"held": held_out})  # type: ignore[arg-type, dict-item]
     trainer = Trainer(
         ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2),
-        data=data,
+        data=PipelineConfig(datasets=(DatasetConfig(**dataset),), **values["data"]),
         evals={"held": held_out},
         output_dir=str(tmp_path / "run"),
         steps=1,
