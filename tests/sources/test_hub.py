@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 from easypipe import DatasetConfig, Pipeline, PipelineConfig
-from easypipe.core import remote
+from easypipe.core import reachable, remote
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.protocols import ShardedSource
 from easypipe.sources import files
@@ -104,6 +104,7 @@ def test_without_a_network_it_is_said_within_five_seconds(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # which the test run sets
+    monkeypatch.setattr(reachable, "_asked", {})  # a later test's server may get this port
     with contextlib.ExitStack() as held:
         listener = held.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))

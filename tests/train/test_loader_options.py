@@ -19,7 +19,7 @@ from easypipe.run import inputs_of
 from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh
-from easypipe.train.record import write_config
+from easypipe.train.record import write_config, write_versions
 from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
 from pipelines import jsonl, tokenizer
@@ -150,5 +150,6 @@ def test_a_run_whose_data_has_no_seed_records_the_one_that_was_drawn(tmp_path):
     assert run.data.seed is None
     assert made.run.data.seed == made.prepared.data.get_context().seed
     (tmp_path / "run").mkdir()
+    write_versions(tmp_path / "run", 0)
     write_config(tmp_path / "run", made.run)
     assert inputs_of(run, mesh=MESH).run.data.seed == made.run.data.seed
