@@ -147,6 +147,15 @@ def test_saved_and_loaded(tmp_path: Path, tokenizer: Any, format: str, packed: b
         assert batches[0]["half"].dtype == np.float16
 
 
+def test_a_mixture_of_documents_is_saved_with_their_values(tmp_path: Path, tokenizer: Any) -> None:
+    both = [dataset(rows()), dataset(rows(20, 5000), name="two")]
+    made = pipeline(tmp_path / "cache", tokenizer, *both)
+    made.save(SaveStageConfig(output_dir=tmp_path / "saved")).build()
+    again = dataset(tmp_path / "saved", aligned_columns=())
+    batches = pipeline(tmp_path / "other", tokenizer, again).load(LoadStageConfig(batch_size=2))
+    assert assert_aligned(list(batches.build()), COLUMNS, added=50256) > 500
+
+
 def test_json_and_memory_and_left_padding(tmp_path: Path, tokenizer: Any) -> None:
     """Lists in lists without a fixed size get theirs by config."""
     plain = [{**row, "half": None} for row in rows(20).to_pylist()]

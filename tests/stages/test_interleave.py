@@ -14,10 +14,13 @@ import pytest
 import laws
 from easypipe import (
     ConfigError,
+    Map,
     MixedShardedSource,
     MixStageConfig,
     Pipeline,
+    SaveStageConfig,
     block_mixture_interleave,
+    load_saved,
 )
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS, SOURCE
@@ -159,6 +162,25 @@ def test_tokens_mix_without_a_pipeline(tmp_path: Path, monkeypatch: pytest.Monke
     assert [row[INPUT_IDS][0] for row in made.read(0, 0, 40).to_pylist()] == [
         i // 2 for i in range(40)
     ]
+
+
+def test_what_sources_declare_is_true_of_their_rows_together(tmp_path: Path) -> None:
+    rows = [{"input_ids": [5, 6, 7], "loss_weights": [0.0, 1.0, 0.5]}] * 12
+    saved = Pipeline(
+        config(tmp_path, datasets=[{"data_files": rows, "aligned_columns": ["loss_weights"]}])
+    )
+    saved.source().pack().save(SaveStageConfig(output_dir=str(tmp_path / "saved"))).build()
+    both = [load_saved(tmp_path / "saved")] * 2
+    made = block_mixture_interleave(both, stop_strategy="all_exhausted")
+    assert (made.info.tokens, made.info.aligned) == (both[0].info.tokens, ("loss_weights",))
+    files = open_files(str(tmp_path / "saved" / "*.parquet"))
+    made = block_mixture_interleave([both[0], files], stop_strategy="all_exhausted")
+    assert (made.info.tokens, made.read(0, 0, 2).num_rows) == (None, 2)
+    # rows of a function without a version are not kept
+    lower = Map(lambda row: row)
+    text = InMemoryShardedSource({"text": ["a"]})
+    assert block_mixture_interleave([text, text]).info.cacheable
+    assert not block_mixture_interleave([text, lower(text)]).info.cacheable
 
 
 def test_it_takes_rows_of_any_kind_and_iterates(tmp_path: Path) -> None:

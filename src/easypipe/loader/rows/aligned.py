@@ -154,7 +154,8 @@ def copy_values(
         addresses: Where the values of each part begin.
     """
     out = column.empty(1, int(documents[2][-1]))[0]
-    _copy(documents, tables, addresses, _neutral(column), out.reshape(-1).view(np.uint8))
+    flat = out.reshape(-1).view(np.uint8)
+    _copy(documents, tables, addresses, _neutral(column), NO_CHECKS, flat)
     return out
 
 
@@ -231,13 +232,13 @@ def _write_sources(view, rows, out):
 
 
 @jit
-def _copy(documents, tables, addresses, fill, out):
+def _copy(documents, tables, addresses, fill, todo, out):
     dataset, docs, offsets = documents
     size = fill.shape[0]
     for n in range(docs.shape[0]):
-        part, begin, _, _ = find(tables, dataset[n], docs[n], NO_CHECKS, 0)
+        part, begin, _, _ = find(tables, dataset[n], docs[n], todo, 0)
         here = out[offsets[n] * size : offsets[n + 1] * size]
-        _take(tables, part, addresses, (begin, fill), here, NO_CHECKS, 0)
+        _take(tables, part, addresses, (begin, fill), here, todo, 0)
 
 
 @jit

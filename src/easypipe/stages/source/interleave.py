@@ -13,7 +13,7 @@ import pyarrow as pa
 from easypipe.core.class_names import classes_of
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
-from easypipe.core.protocols import Shard, ShardedSource, Source
+from easypipe.core.protocols import Shard, ShardedSource, Source, SourceInfo, info_of
 from easypipe.core.schema import (
     ORIGIN,
     ROW_NUMBER,
@@ -158,8 +158,9 @@ class InterleavedSource(Source):
     ) -> None:
         self.sources = dict(sources)
         assert self.sources, "block_mixture_interleave has looked"
-        schemas = {
-            name: without_row_numbers(source.schema) for name, source in self.sources.items()
+        schemas = {  # saved rows say that some columns hold no null
+            name: pa.schema([f.with_nullable(True) for f in without_row_numbers(source.schema)])
+            for name, source in self.sources.items()
         }
         first, schema = next(iter(schemas.items()))
         for name, other in schemas.items():
@@ -204,6 +205,18 @@ class InterleavedSource(Source):
     @property
     def fingerprint(self) -> str:
         return digest("interleaved", self.plan.fingerprint)
+
+    @property
+    def info(self) -> SourceInfo:
+        """The declarations that are true of the rows of all sources."""
+        every = [info_of(source) for source in self.sources.values()]
+        first, same = every[0], len({(one.tokens, one.turns) for one in every}) == 1
+        return SourceInfo(
+            tokens=first.tokens if same else None,
+            turns=first.turns if same else None,
+            cacheable=all(one.cacheable for one in every),
+            aligned=tuple(dict.fromkeys(name for one in every for name in one.aligned)),
+        )
 
     @cached_property
     def plan(self) -> Plan:
