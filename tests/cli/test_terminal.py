@@ -234,6 +234,14 @@ def test_init_writes_a_config_once(
     assert written.read_bytes() == (ROOT / "configs" / written.name).read_bytes()
 
 
+def test_init_at_home_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell replaces the ~ of `--out=~/sft.yaml`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "sft.yaml").write_text("seed: 1\n")
+    assert main(["init", "sft", "--out=~/sft.yaml"]) == 2
+    assert (tmp_path / "sft.yaml").read_text() == "seed: 1\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo"])
 def test_what_init_writes_prepares(

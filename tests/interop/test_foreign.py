@@ -281,7 +281,9 @@ def test_every_whole_per_cent_of_a_mixer_is_a_split(tmp_path: Path) -> None:
     assert left == [f"dataset_mixer, {of}" for of in ("train", "its rows", "their columns")]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool, path = of("axolotl-lora-8b")
     out = tmp_path / "sft.yaml"
     assert main(["import", tool, str(path), "--out", str(out)]) == 0
@@ -292,6 +294,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"line {number}, load_in_8bit" in out.read_text()
     assert main(["import", tool, str(path), "--out", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["import", tool, str(path), "--out=~/sft.yaml"]) == 2
     out.write_text("")
     assert main(["import", tool, str(path), "--out", str(out), "--force"]) == 0
     assert RunConfig.load(out).train.lora is not None

@@ -48,6 +48,7 @@ def evaluate(
     """
     from easypipe.cli.writing import load
     from easypipe.core.config import apply_overrides, from_dict
+    from easypipe.core.storage import commit_bytes
     from easypipe.core.values import JsonObject
     from easypipe.train.callbacks.config import LmEvalConfig
 
@@ -66,4 +67,4 @@ def evaluate(
             if "_stderr," not in name:
                 say(visible(f"{task} {name.removesuffix(',none')}: {value:.6f}{more}"))
     if out is not None:
-        out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+        commit_bytes(out, (json.dumps(found, indent=1, default=str) + "\n").encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -48,6 +49,7 @@ def import_foreign(
     from easypipe.core.storage import commit_bytes
     from easypipe.interop.foreign.tools import import_config, lines_left, written
 
+    out = None if out is None else Path(os.path.expanduser(out))
     fix = "Give another name, or --force to overwrite it."
     require(out is None or force or not out.exists(), "--out", f"{out} exists already", fix)
     made = import_config(tool.value, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from enum import Enum
 from pathlib import Path
@@ -45,7 +46,7 @@ def init(
     """
     from easypipe.core.storage import commit_bytes
 
-    path = out or Path(f"{kind.value}.yaml")
+    path = Path(os.path.expanduser(out or f"{kind.value}.yaml"))
     fix = "Give another name with --out, or --force to overwrite it."
     require(force or not path.exists(), str(path), "exists already", fix)
     commit_bytes(path, config_text(kind.value).encode())
