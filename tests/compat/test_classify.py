@@ -526,6 +526,7 @@ def test_what_does_not_fit_is_refused_by_its_key(
         ([0, 1, None, 1], "data_files, row 2, column 'label': there is no label"),
         ([0, 1, -1, 1], "data_files, row 2, column 'label': label -1 is not one of the classes"),
         ([0.5, 1.0, 1.0, 1.0], "data_files, column 'label': holds double, not classes"),
+        ([0, 10**9, 1, 1], "data_files, row 1, column 'label': label 1000000000 is not one of the"),
     ],
 )
 def test_bad_labels_name_their_row(tmp_path: Path, labels: list[Any], message: str) -> None:
@@ -533,6 +534,16 @@ def test_bad_labels_name_their_row(tmp_path: Path, labels: list[Any], message: s
     pq.write_table(pa.table({"image": images, "label": labels}), tmp_path / "images.parquet")
     with pytest.raises(SourceError, match=message):
         classify.inputs_of(config(tmp_path))
+
+
+def test_names_of_held_out_rows_are_not_those_of_numbers(tmp_path: Path) -> None:
+    images = [np.zeros((4, 4), np.uint8).tolist()] * 4
+    for name, labels in (("images", [0, 1, 0, 1]), ("val", ["ant", "bee", "ant", "bee"])):
+        pq.write_table(pa.table({"image": images, "label": labels}), tmp_path / f"{name}.parquet")
+    data: dict[str, Any] = {"val_files": str(tmp_path / "val.parquet")}
+    with pytest.raises(SourceError, match="val_files, column 'label': holds names, and the labels"):
+        classify.inputs_of(config(tmp_path, data))
+    classify.inputs_of(config(tmp_path, data | {"classes": ["ant", "bee"]}))
 
 
 def test_a_bad_image_names_its_row(tmp_path: Path) -> None:

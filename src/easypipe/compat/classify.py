@@ -64,6 +64,7 @@ from easypipe.train.trainer import TrainResult, run_training
 log = logging.getLogger("easypipe")
 
 ROWS_AT_A_TIME = 256
+MAX_CLASSES = 1 << 20  # a larger label is no class, but another number, such as that of a row
 COPY_VERSION = 1  # to be increased when the format of the copies changes
 
 
@@ -262,12 +263,19 @@ class Images:
         Raises:
             SourceError: A label is not a class; the error names the row.
         """
-        if classes is None or not pa.types.is_large_string(self._labels.type):
+        names = pa.types.is_large_string(self._labels.type)
+        if names and classes is None:
+            raise SourceError(
+                at=place(self._name, column=self._config.label_column),
+                problem="holds names, and the labels of data_files are numbers",
+                fix="Set data.classes to the names in the order of their numbers.",
+            )
+        if not names:
             numbers = self._labels.to_numpy().astype(np.int64)
         else:
-            known = {name: i for i, name in enumerate(classes)}
+            known = {name: i for i, name in enumerate(classes or ())}
             numbers = np.array([known.get(name, -1) for name in self._labels.to_pylist()], np.int64)
-        most = np.iinfo(np.int64).max if classes is None else len(classes)
+        most = MAX_CLASSES if classes is None else len(classes)
         wrong = np.flatnonzero((numbers < 0) | (numbers >= most))
         if wrong.size:
             problem = f"label {self._labels[int(wrong[0])].as_py()!r} is not one of the classes"
