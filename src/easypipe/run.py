@@ -367,7 +367,9 @@ def plan_on(run: RunConfig, topology: str | Topology) -> StepPlan:
 
 
 def _tokenizer(data: PipelineConfig) -> Tokenizer:
-    name = data.default_tokenizer or data.datasets[0].tokenizer
+    own = [one.tokenizer for one in data.datasets[:1]]
+    of_stage = None if data.tokenize is None else data.tokenize.default_tokenizer
+    name = next(filter(None, (*own, of_stage, data.default_tokenizer)), None)
     if name is None:
         raise ConfigError(
             at="model.vocab_size",

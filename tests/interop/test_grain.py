@@ -18,7 +18,7 @@ from loader_support import MemoryCache, plan_rows, some_docs
 from pipelines import config
 
 grain = pytest.importorskip("grain")
-from easypipe.interop.grain import LoaderDataset, LoaderIterator  # noqa: E402
+from easypipe.interop.grain import LoaderDataset, LoaderIterator, RowsByNumber  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +171,10 @@ def test_rows_by_number(tmp_path):
     assert len(rows) == len(whole) > 5
     for i, batch in enumerate(whole):
         assert_same_batch({name: column[0] for name, column in batch.items()}, rows[i])
+    source = RowsByNumber(chain.copy().load(LoadStageConfig(batch_size=1)).loader())
+    for index in (-1, len(source)):
+        with pytest.raises(IndexError, match=f"there is no row {index}"):
+            source[index]
     again = rows.shuffle(seed=1).batch(4, drop_remainder=True).to_iter_dataset()
     assert next(iter(again))["labels"].shape == (4, 64)
     first = iter(rows.to_iter_dataset(grain.ReadOptions(num_threads=2)))

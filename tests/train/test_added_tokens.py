@@ -28,6 +28,7 @@ from easypipe.train import load_pretrained, save_pretrained
 from easypipe.train import state as states
 from easypipe.train.finished import load_trained
 from easypipe.train.model.lora import merge_lora
+from easypipe.train.model.pretrained.files import OF_TOKENS, GrownFiles
 from easypipe.train.model.pretrained.origin import find_pretrained, from_pretrained
 from easypipe.train.model.pretrained.peft import save_adapters
 from easypipe.train.optim.optimizers import Optimizer
@@ -118,6 +119,15 @@ def test_rows_of_new_tokens_begin_as_the_mean_of_all_others(
     )
     with_new = np.array([[3, FIRST, 5, FIRST + 1]])
     np.testing.assert_allclose(call(grown, with_new), call(merge_lora(grown), with_new), atol=1e-5)
+
+
+def test_a_part_of_nothing_but_new_rows_is_read_as_their_mean(tied: Path) -> None:
+    with GrownFiles(tied, 640, range(KNOWN, 640)) as files:
+        whole = files.read(OF_TOKENS[0], (slice(0, 640), slice(None)))
+        for part in (slice(320, 640), slice(600, 640), slice(639, 640)):
+            np.testing.assert_array_equal(
+                files.read(OF_TOKENS[0], (part, slice(None))), whole[part]
+            )
 
 
 def check_saved(whole: Any, tmp_path: Path) -> Any:

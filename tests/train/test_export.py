@@ -420,6 +420,9 @@ def test_every_file_of_a_tokenizer_goes_along(tokenizer: Path, tmp_path: Path) -
         (own / name).write_bytes(data)
     saved = save_pretrained(Decoder(SHAPE, nnx.Rngs(0)), tmp_path / "saved", tokenizer=str(own))
     assert {name: (saved / name).read_bytes() for name in files} == files
+    alone = shutil.copy(tokenizer / "tokenizer.json", tmp_path / "mine.json")
+    saved = save_pretrained(Decoder(SHAPE, nnx.Rngs(0)), tmp_path / "alone", tokenizer=alone)
+    assert (saved / "tokenizer.json").read_bytes() == files["tokenizer.json"]
 
 
 @pytest.mark.parametrize("packed", [False, True])

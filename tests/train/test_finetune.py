@@ -217,6 +217,8 @@ def test_adapters_go_to_peft_and_back(model: Path, tuned: Any, tmp_path: Path) -
     assert json.loads((other / "adapter_config.json").read_text()) == stabilized
     for change, message in (
         ({"use_dora": True}, "adapter_config.json: use_dora: True is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa' is not supported"),
+        ({"lora_alpha": "x"}, "adapter_config.json: does not fit this decoder"),
         (
             {"r": 3},
             r"not the adapters of this decoder; wrong: base_model.* is \[2, 48\], not \[3, 48\]",

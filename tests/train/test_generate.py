@@ -252,6 +252,9 @@ def test_a_row_ends_before_eos():
     [
         ({"prompts": []}, "prompts: no prompt"),
         ({"prompts": [[1], []]}, r"prompts\[1\]: no tokens. Start with the tokenizer's EOS"),
+        ({"prompts": [1, 2]}, r"prompts\[0\]: 1 is not a list of token ids. Encode the prompt"),
+        ({"prompts": ["ab"]}, r"prompts\[0\]: 'ab' is not a list of token ids"),
+        ({"prompts": [[1.5]]}, r"prompts\[0\]: \[1\.5\] is not a list of token ids"),
         ({"prompts": [[1, 31]]}, r"prompts\[0\]: token 31 is outside the vocabulary of 31"),
         ({"max_new_tokens": 0}, "max_new_tokens: 0 is not a length"),
         ({"temperature": -0.1}, "temperature: -0.1 is negative"),

@@ -384,6 +384,10 @@ def test_a_model_of_no_family_is_not_saved(tmp_path):
             {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
             "rope_type: 'dynamic' is not supported",
         ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
+            r"config\.json: rope_scaling\.factor: 0\.5 is less than 1",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"attention_bias": True}, "attention_bias: True is not supported"),
         ({"mlp_bias": True}, "mlp_bias: True is not supported"),

@@ -136,6 +136,22 @@ def test_bad_options_are_refused(
         Trainer(SHAPE, settings(tmp_path, lora=changes), Arithmetic(), mesh=MESH)
 
 
+def test_a_projection_that_computes_something_else_gets_no_adapter() -> None:
+    class Doubled(nnx.Linear):
+        def __call__(self, inputs: jax.Array) -> jax.Array:
+            return 2 * super().__call__(inputs)
+
+    class Both(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.odd, self.plain = Doubled(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+
+    module = add_lora(Both(nnx.Rngs(0)), LoraConfig(rank=2), 0)
+    assert list(adapters(module)) == ["plain"]
+    assert type(module.odd) is Doubled
+    with pytest.raises(ConfigError, match=r"no projection fits 'odd' \(have: plain\)"):
+        add_lora(Both(nnx.Rngs(0)), LoraConfig(rank=2, targets=["odd"]), 0)
+
+
 def test_a_module_has_one_adapter_at_most(decoder: Decoder) -> None:
     with pytest.raises(
         ConfigError, match=r"has an adapter already\. Merge it first: merge_lora\(module\)"

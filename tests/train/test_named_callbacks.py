@@ -114,6 +114,15 @@ def test_early_stopping_follows_its_options_and_its_state(options, values, stops
         assert control.reason is not None
 
 
+@pytest.mark.parametrize("names", [("a", "a.b"), ("a.b", "a")])
+def test_of_loaders_whose_names_begin_alike_the_metric_names_one(tmp_path, names):
+    made = from_dict(CallbacksConfig, {"best": {"metric": "eval.a.b.loss"}})
+    evals = {name: Arithmetic(1, seed=len(name)) for name in names}
+    run = settings(tmp_path, callbacks=made, eval_every=2, steps=4)
+    last = Trainer(Tiny, run, Arithmetic(), evals, mesh=MESH).run().last
+    assert read_kept(tmp_path / "best.json")[0]["eval.a.b.loss"] == last["eval"]["a.b"]["loss"]
+
+
 def test_a_run_stops_early_and_says_why(tmp_path, caplog):
     early = {"metric": "eval.held.loss", "patience": 1, "min_delta": 5.0}
     result = trainer(tmp_path, {"early_stopping": early}).run()
@@ -415,6 +424,17 @@ def test_mlflow_goes_on_in_its_run(tmp_path, monkeypatch):
     assert {one.step for one in norms} == {1, 2, 3, 4}
     assert "eval/held/loss" in run.data.metrics
     assert list((tmp_path / "run/mlflow").rglob("config.json"))
+
+
+def test_mlflow_takes_names_that_it_refuses(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="the extra [mlflow] is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    made = from_dict(CallbacksConfig, {"mlflow": {"experiment": "tests"}})
+    run = settings(tmp_path, callbacks=made, steps=3)
+    Trainer(Tiny, run, Arithmetic(), {"c++": Arithmetic(1)}, mesh=MESH).run()
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    [kept] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert "eval/c__/loss" in kept.data.metrics
 
 
 @pytest.mark.parametrize(

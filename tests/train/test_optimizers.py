@@ -560,6 +560,10 @@ def test_f25_schedules_have_their_formula(options, expected):
             {"schedule": "one_cycle"},
             "warmup_steps: one_cycle rises over its warm-up, which is missing",
         ),
+        (
+            {"schedule": "wsd", "cooldown_steps": 0, "final_fraction": 0.5},
+            "final_fraction: the wsd schedule does not have an end value",
+        ),
         ({"schedule": "cosin"}, "schedule: 'cosin' is not an option"),
         (
             {"groups": ({"match": "a", "weight_decay": -1.0},)},
@@ -581,6 +585,10 @@ def test_warm_up_and_cool_down_leave_a_step_between_them():
         r"at most 4\.",
     ):
         make_schedule(OptimizerConfig(schedule="wsd", warmup_steps=5, cooldown_steps=5), 10)
+    for steps, cooling in ((10, 50), (1, None)):  # and what the error says to give is taken
+        with pytest.raises(ConfigError, match=rf"cooldown_steps: .*Give at most {steps - 1}\.$"):
+            make_schedule(OptimizerConfig(schedule="wsd", cooldown_steps=cooling), steps)
+        make_schedule(OptimizerConfig(schedule="wsd", cooldown_steps=steps - 1), steps)
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

@@ -8,12 +8,15 @@ import re
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
 from aot import tpu_mesh
 from easypipe import run as runs
+from easypipe import train_bpe
 from easypipe.cli.app import app
+from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, PlacementError
 from easypipe.run import RunConfig
 from easypipe.train.config import TrainingConfig
@@ -22,7 +25,8 @@ from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.flops import flops_per_step, palm_flops_per_step
 from easypipe.train.plan.aot import plan_step, roofline
 from easypipe.train.plan.hlo import read
-from easypipe.train.plan.topology import topology
+from easypipe.train.plan.topology import Topology, topology
+from pipelines import texts
 
 SHAPE = {
     "vocab_size": 512,
@@ -77,6 +81,42 @@ def test_memory_is_told_by_part(plan):
     assert memory.available == 16 << 30
     assert memory.fits
     assert plan.advice == ()
+
+
+def test_the_copy_of_a_reference_model_is_counted() -> None:
+    here = Topology("here", jax.devices()[:1])
+    with_copy, without = (
+        plan_step(
+            ModelConfig(**SHAPE),
+            from_dict(TrainingConfig, {"preference": {"reference": reference}}),
+            here,
+            batch_size=2,
+            seq_length=32,
+        ).memory
+        for reference in ("initial", "none")
+    )
+    assert with_copy.other_state == without.other_state + with_copy.parameters
+    assert with_copy.peak == without.peak + with_copy.parameters
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer_that_the_data_gets(tmp_path: Path) -> None:
+    own, other = (
+        train_bpe(texts(60), size, ["<|endoftext|>"], tmp_path / str(size)) for size in (280, 290)
+    )
+    shape = {name: size for name, size in SHAPE.items() if name != "vocab_size"}
+    seen = []
+    for dataset, stage, default in ((own, other, other), (None, own, other), (None, None, own)):
+        data = {
+            "datasets": [{"data_files": "nowhere.jsonl", "tokenizer": dataset and str(own)}],
+            "tokenize": {"default_tokenizer": stage and str(stage)},
+            "default_tokenizer": str(default),
+            "pack": {"seq_length": 32},
+            "load": {"batch_size": 1},
+        }
+        run = from_dict(RunConfig, {"data": data, "model": shape, "train": {"output_dir": "out"}})
+        plan = runs.plan_on(run, Topology("here", jax.devices()[:1]))
+        seen.append(plan.parameters)
+    assert len(set(seen)) == 1
 
 
 def test_collectives_are_counted_as_often_as_loops_turn(plan):

@@ -559,6 +559,10 @@ def test_a_reward_model_is_trained_opened_again_and_saved(tmp_path: Path) -> Non
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     assert list(config["id2label"]) == ["0"]  # which is how transformers counts labels
+    kept = json.loads(json.dumps(config)) | {"architectures": None}  # some files name none
+    model.hf_config = json.dumps(kept)
+    other = save_pretrained(model, tmp_path / "other")
+    assert json.loads((other / "config.json").read_text()) == config
 
 
 def test_what_a_reward_model_cannot_be_is_refused(tmp_path: Path) -> None:

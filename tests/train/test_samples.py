@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -104,6 +105,21 @@ def test_what_is_drawn_follows_from_the_options(tmp_path: Path) -> None:
     assert len({found["own"], found["seed"], found["greedy"]}) == 3
     assert found["own"].startswith(found["short"])
     assert len(found["short"]) < len(found["own"])
+
+
+@pytest.mark.parametrize(("metric", "last"), [("loss", 3), ("eval.held.loss", 8)])
+def test_the_last_step_is_sampled_where_a_run_ends_early(
+    tmp_path: Path, metric: str, last: int
+) -> None:
+    callbacks = {
+        "samples": {"prompts": PROMPTS[:1], "every": 9, "max_new_tokens": 3},
+        "early_stopping": {"metric": metric, "patience": 1, "min_delta": 9.0},
+    }
+    rare = {"steps": 12, "eval_every": 4, "eval_batches": 1, "checkpoint": {"every": 9}}
+    made = config(tmp_path, None, callbacks=callbacks, **rare)
+    made = dataclasses.replace(made, eval={"held": made.data})
+    assert train(made).steps == last
+    assert [line["step"] for line in written(tmp_path / "run")] == [last]
 
 
 def test_conversations_are_answered_by_the_template(tmp_path: Path) -> None:

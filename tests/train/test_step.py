@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from easypipe.core.errors import ConfigError, PlacementError
+from easypipe.core.errors import ConfigError, PlacementError, TrainError
 from easypipe.train import state as states
 from easypipe.train.config import OptimizerConfig
 from easypipe.train.losses.loss import logits_loss_sums, loss_sums
@@ -379,6 +379,23 @@ def test_values_of_rows_are_placed_beside_their_tokens():
     for name, value in batch.items():
         np.testing.assert_array_equal(placed[name], value)
         assert len(placed[name].sharding.spec) == value.ndim
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([[1, 2]], "batch.mine: list, not an array of numbers in rows"),
+        (3, "batch.mine: int, not an array of numbers in rows"),
+        (np.zeros(()), r"batch.mine: float64 of shape \(\), not an array of numbers in rows"),
+        (np.array(["a"]), r"batch.mine: <U1 of shape \(1,\), not an array of numbers in rows"),
+    ],
+)
+def test_a_column_that_cannot_be_placed_is_named(value, message):
+    with pytest.raises(TrainError, match=message):
+        place_batch(
+            {"input_ids": np.zeros((1, 8), np.int32), "mine": value},
+            make_mesh({"data": 1}, devices=jax.devices()[:1]),
+        )
 
 
 def test_short_batches_are_filled_with_what_trains_nothing():

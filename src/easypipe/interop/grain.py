@@ -139,6 +139,8 @@ class RowsByNumber:
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self._name}: there is no row {index}")
         return self._getitems([index])[0]
 
     def _getitems(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:

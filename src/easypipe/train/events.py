@@ -73,7 +73,7 @@ class Control:
     def look(self) -> None:
         """Asks for an on_look event of this step with its model, before the step is saved.
 
-        Call it from on_dispatch.
+        Call it from on_dispatch; from on_step, the event is about the newest step.
         """
         self.looking = True
 

@@ -275,9 +275,9 @@ class _Run:
                 problem=f"the loader ended, {trainer.steps} steps were asked for",
                 fix="Set num_epochs: null.",
             )
-        if "input_ids" in batch:
-            trainer.seen = trainer.seen.longer(batch["input_ids"].shape[-1])
         placed = place_batch(batch, trainer.mesh, in_micro_batches=trainer.in_micro_batches)
+        if "input_ids" in placed:
+            trainer.seen = trainer.seen.longer(placed["input_ids"].shape[-1])
         placed = trainer.completed(self.state.rest, placed)
         if trainer.noise is None:
             return placed
@@ -297,8 +297,8 @@ class _Run:
         calendar = last or _due(step, self.config.checkpoint.every)
         save = calendar or self.guard.owes or leaving or stopped or self.control.saving
         evaluate = leaving or _due(step, self.config.eval_every)
-        look, self.control.looking = self.control.looking, False
-        if settled := save or evaluate or look:  # each of these needs a finite step
+        # each of these needs a finite step
+        if settled := save or evaluate or self.control.looking:
             record, bad = self._read(step, measured)
             if bad:
                 self._roll_back(step)
@@ -307,11 +307,12 @@ class _Run:
             elif evaluate and self.trainer.evals:
                 record["eval"] = self.trainer.evaluate(step, self.state)
                 self.meter.restart()
-            if look and not bad:
-                self.trainer.emit("look", step, state=self.state)
-                self.meter.restart()
             if self.unevaluated is None:
                 self._write(record)
+            # Asked only now, because a callback may have ended the run at this step.
+            if self.control.looking:
+                self._look(step, shown=not bad)
+                self.meter.restart()
         # Read only now, because a callback may have asked during the evaluation.
         asked = self.control.reason is not None or self.control.saving
         if save or asked:
@@ -328,7 +329,15 @@ class _Run:
             record["eval"] = self.trainer.evaluate(self.step, self.state)
         self._write(record)
         self.unevaluated = None
+        if self.control.looking:
+            self._look(self.step)
         self._commit(self.step)
+
+    def _look(self, step: int, *, shown: bool = True) -> None:
+        """Answers `Control.look`: callbacks see the model after `step`, if that is sound."""
+        self.control.looking = False
+        if shown:
+            self.trainer.emit("look", step, state=self.state)
 
     def _read(self, step: int, measured: Metrics) -> tuple[Record, bool]:
         """Returns the record of `step` with the rates, and whether the run has to roll back."""

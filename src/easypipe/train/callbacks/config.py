@@ -97,6 +97,8 @@ class TrackioConfig:
 class MlflowConfig:
     """Sends every number of metrics.jsonl, and the resolved configuration, to MLflow.
 
+    A character that MLflow refuses in a name, such as + in a dataset's, is sent as _.
+
     Needs the extra [mlflow].
     """
 

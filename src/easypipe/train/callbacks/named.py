@@ -76,7 +76,7 @@ class Known:
 
     def of(self, metric: str) -> str | None:
         """Returns the held-out loader of a metric; None for a metric of the training steps."""
-        return next((name for name in self.evals if metric.startswith(f"eval.{name}.")), None)
+        return _loader_of(metric, self.evals)
 
     def check(self, config: CallbacksConfig) -> None:
         """Checks the metrics that callbacks watch.
@@ -126,9 +126,7 @@ def value_of(record: Json, metric: str, at: str) -> float | None:
     group: Json = record
     under = ""
     if metric.startswith("eval."):
-        name = next(
-            (name for name in record.get("eval", {}) if metric.startswith(f"eval.{name}.")), None
-        )
+        name = _loader_of(metric, record.get("eval", {}))
         if name is None:
             return None
         group, under = record["eval"][name], f"eval.{name}."
@@ -139,6 +137,12 @@ def value_of(record: Json, metric: str, at: str) -> float | None:
     )
     value = flat(record).get(metric)
     return value if value is not None and math.isfinite(value) else None
+
+
+def _loader_of(metric: str, names: Iterable[str]) -> str | None:
+    """Returns the held-out loader of a metric: of "a" and "a.b" the longer one, if both fit."""
+    fitting = (name for name in names if metric.startswith(f"eval.{name}."))
+    return max(fitting, key=len, default=None)
 
 
 def judged_alike(config: EarlyStoppingConfig | BestConfig, state: Json, at: str) -> bool:
@@ -500,7 +504,12 @@ class Samples(Callback):
         self._lines = MetricsFile(self._path, after_step=event.step)
 
     def on_dispatch(self, event: TrainEvent) -> None:
-        if event.step % self.config.every == 0 or event.step == event.steps:
+        last = event.step == event.steps or event.control.reason is not None
+        if last or event.step % self.config.every == 0:
+            event.control.look()
+
+    def on_step(self, event: TrainEvent) -> None:
+        if event.control.reason is not None:  # the newest step is the last
             event.control.look()
 
     def on_look(self, event: TrainEvent) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -156,6 +157,7 @@ class Mlflow(Tracker[MlflowConfig]):
     """Sends the numbers to MLflow."""
 
     name = "mlflow"
+    _refused: ClassVar = re.compile(r"[^/\w.\- :]")  # in the names of metrics
 
     def on_init(self, event: TrainEvent) -> None:
         at = "train.callbacks.mlflow"
@@ -183,7 +185,8 @@ class Mlflow(Tracker[MlflowConfig]):
 
     def send(self, step: int, values: dict[str, float]) -> None:
         made, now = self._service.entities.Metric, int(time.time() * 1000)
-        metrics = [made(name, value, now, step) for name, value in values.items()]
+        named = ((self._refused.sub("_", name), value) for name, value in values.items())
+        metrics = [made(name, value, now, step) for name, value in named]
         self._run.log_batch(self.id, metrics=metrics)
 
     def finish(self, *, failed: bool) -> None:

@@ -411,17 +411,12 @@ def _check_prompts(prompts: Sequence[Sequence[int]] | NDArray[np.integer], vocab
     """
     require(len(prompts) > 0, "prompts", "no prompt", "Give at least one list of token ids.")
     for index, prompt in enumerate(prompts):
-        require(
-            len(prompt) > 0,
-            f"prompts[{index}]",
-            "no tokens",
-            "Start with the tokenizer's EOS or BOS token.",
-        )
-        outside = [token for token in prompt if not 0 <= token < vocab]
-        if outside:
-            fix = "Encode the prompt with the tokenizer that the model was trained with."
-            raise ConfigError(
-                at=f"prompts[{index}]",
-                problem=f"token {outside[0]} is outside the vocabulary of {vocab}",
-                fix=fix,
-            )
+        at, tokens = f"prompts[{index}]", np.asarray(prompt)
+        fix = "Encode the prompt with the tokenizer that the model was trained with."
+        listed = tokens.ndim == 1 and (tokens.size == 0 or tokens.dtype.kind in "iu")
+        require(listed, at, f"{prompt!r:.80} is not a list of token ids", fix)
+        require(tokens.size > 0, at, "no tokens", "Start with the tokenizer's EOS or BOS token.")
+        outside = tokens[(tokens < 0) | (tokens >= vocab)]
+        if outside.size:
+            problem = f"token {outside[0]} is outside the vocabulary of {vocab}"
+            raise ConfigError(at=at, problem=problem, fix=fix)

@@ -198,8 +198,12 @@ def _projections(
     """Yields (dotted name, (owner, its key, projection)) for every nnx.Linear in `module`."""
     owners = {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)}
     for path, node in owners.items():
-        if isinstance(node, nnx.Linear) and path:
+        # A subclass that computes something else is none: its adapter would not compute that.
+        if isinstance(node, nnx.Linear) and path and type(node).__call__ in _CALLS:
             yield ".".join(str(key) for key in path), (owners[path[:-1]], path[-1], node)
+
+
+_CALLS = nnx.Linear.__call__, LoraLinear.__call__
 
 
 def _put(owner: Any, key: Hashable, value: nnx.Module) -> None:  # an owner is a module or a list

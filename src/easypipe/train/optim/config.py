@@ -69,7 +69,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
     },
 }
 # schedules that fall to final_fraction by themselves
-_ENDS = ("cosine", "linear", "polynomial", "one_cycle", "wsd")
+_ENDS = ("cosine", "linear", "polynomial", "one_cycle")
 _FLAT = ("wsd", "constant", "inverse_sqrt")  # schedules that may have a cool-down
 
 
@@ -202,10 +202,8 @@ class OptimizerConfig:
 
     def _check_schedule(self, schedule: str) -> None:
         """Checks that the schedule has the options that are given."""
-        cools, averages = (
-            bool(self.cooldown_steps) or schedule == "wsd",
-            self.name == "schedule_free",
-        )
+        cooling, averages = self.cooldown_steps, self.name == "schedule_free"
+        cools = schedule == "wsd" if cooling is None else cooling > 0
         require(
             self.beta1 != 0 or not averages,
             "beta1",
@@ -306,10 +304,16 @@ def check_warmup(optimizer: OptimizerConfig, steps: int) -> None:
         ConfigError: They leave none.
     """
     cooling = cooldown_steps(optimizer, steps)
+    require(
+        cooling < steps,
+        "optimizer.cooldown_steps",
+        f"{cooling} steps of cool-down do not begin after the first of {steps} steps",
+        f"Give at most {steps - 1}.",
+    )
     cool = f" and {cooling} of cool-down" if cooling else ""
     require(
         optimizer.warmup_steps + cooling < steps,
         "optimizer.warmup_steps",
         f"{optimizer.warmup_steps} warm-up steps{cool} do not end before the last of {steps} steps",
-        f"Give at most {max(0, steps - 1 - cooling)}.",
+        f"Give at most {steps - 1 - cooling}.",
     )

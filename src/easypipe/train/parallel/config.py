@@ -154,10 +154,11 @@ class DistributedConfig:
 
     def check(self) -> None:
         address = self.coordinator_address
+        host, _, port = (address or "").rpartition(":")
         require(
-            address is None or address.rpartition(":")[2].isdecimal(),
+            address is None or (host and port.isdecimal()),
             "coordinator_address",
-            f"{address!r} has no port",
+            f"{address!r} has no {'host' if port.isdecimal() else 'port'}",
             'Write it as "host:port".',
         )
         check_at_least(self, 1, "num_processes", "timeout", "heartbeat")

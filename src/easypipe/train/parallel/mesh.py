@@ -215,12 +215,15 @@ def place_batch(
 
     Raises:
         PlacementError: Rows or slots do not divide evenly.
-        TrainError: Other processes hold parts of an array that would have to move.
+        TrainError: A value is not an array of numbers, or other processes hold parts of an array
+            that would have to move.
     """
     axis = 1 if in_micro_batches else 0
     placed = {}
     for name, value in batch.items():
-        at, over = f"batch.{name}", ["sequence"] * (value.ndim > axis + 1)
+        at = f"batch.{name}"
+        _check_column(at, value, axis)
+        over = ["sequence"] * (value.ndim > axis + 1)
         where = NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES, *over))
         if rows is not None and value.shape[0] < rows:
             value = _padded(name, value, rows)
@@ -239,6 +242,21 @@ def place_batch(
             raise TrainError(at=at, problem=problem, fix=fix)
         placed[name] = jax.device_put(value, where)
     return placed
+
+
+def _check_column(at: str, value: object, axis: int) -> None:
+    """Checks that a value of a batch is an array of numbers whose dimension `axis` is rows.
+
+    Raises:
+        TrainError: It is not.
+    """
+    what = type(value).__name__
+    if isinstance(value, jax.Array | np.ndarray):
+        if value.ndim > axis and (isinstance(value, jax.Array) or value.dtype.kind not in "OSUMm"):
+            return
+        what = f"{value.dtype} of shape {value.shape}"
+    problem = f"{what}, not an array of numbers in rows"
+    raise TrainError(at=at, problem=problem, fix="Let the loader yield such arrays alone.")
 
 
 def _lies(found: Sharding, wanted: NamedSharding, ndim: int) -> bool:

@@ -171,7 +171,7 @@ class Memory:
     Attributes:
         parameters: The parameters.
         optimizer: The state of the optimizer.
-        other_state: Dropout keys and the like.
+        other_state: Dropout keys and the like; a reference model's copy of the parameters.
         batch: The batch.
         gradients: Float32 gradients, if all were held at once; a part of `temporaries`.
         temporaries: Gradients, activations, gathered parameters, buffers, and padding of the
@@ -296,13 +296,14 @@ def plan_step(
     batch = _abstract_batch(mesh, columns, batch_size, seq_length, accumulation_steps)
     if trainer.noise is not None:
         batch |= abstract_columns(batch["input_ids"])
+    copy = {} if trainer.reference is None else state.params
     config, backend = trainer.origin.config, None
     with states.on(mesh, trainer.rules):
         if config is not None:
             backend = choose(config.attention, config.head_width, jnp.dtype(config.dtype))
         program = _compiled(trainer.train_step.lower(state, batch))  # pyright: ignore[reportFunctionMemberAccess]  (a jitted function)
     kind = mesh.devices.flat[0].device_kind
-    memory = _memory(state, batch, program, device := known_device(kind))
+    memory = _memory(state, batch, copy, program, device := known_device(kind))
     compiled = None if isinstance(program, str) else program
     found = Read([], 0) if compiled is None else read(compiled.as_text() or "", mesh.size)
     held, line = memory.parameters + memory.optimizer, None
@@ -406,20 +407,24 @@ def _abstract_batch(
 def _memory(
     state: states.TrainState,
     batch: Mapping[str, jax.ShapeDtypeStruct],
+    copy: states.Arrays,
     program: Compiled | str,
     device: Device | None,
 ) -> Memory:
-    """Returns the memory of a step, from its arrays and the compiled program or XLA's refusal."""
+    """Returns the memory of a step, from its arrays and the compiled program or XLA's refusal.
+
+    `copy` are arrays of a reference model, which lie beside those of the program.
+    """
     parts = {
         "parameters": state.params,
         "optimizer": state.optimizer,
-        "other_state": (state.rest, state.step),
+        "other_state": (state.rest, state.step, copy),
         "batch": batch,
     }
     sizes = {name: on_device(tree) for name, tree in parts.items()}
-    held, code = sum(sizes.values()), 0
+    held, code, aside = sum(sizes.values()), 0, on_device(copy)
     if isinstance(program, str):
-        peak = _wanted(program, held)
+        peak = _wanted(program, held - aside) + aside
     else:
         seen = program.memory_analysis()
         assert seen is not None
@@ -427,7 +432,7 @@ def _memory(
         beside = seen.argument_size_in_bytes + seen.output_size_in_bytes - seen.alias_size_in_bytes
         # XLA counts a TPU's temporaries in VMEM too; its peak is of HBM alone. For GPUs it may
         # report no peak.
-        peak = (seen.peak_memory_in_bytes or beside + seen.temp_size_in_bytes) + code
+        peak = (seen.peak_memory_in_bytes or beside + seen.temp_size_in_bytes) + code + aside
     return Memory(
         **sizes,
         gradients=on_device(state.params, 4),

@@ -449,7 +449,10 @@ def _scaling(rope: JsonObject, known: JsonObject, at: str) -> RopeScaling | None
         values["original_length"] = rope.get("original_max_position_embeddings") or known.get(
             "max_position_embeddings", 8192
         )
-    return RopeScaling(**values)
+    try:
+        return RopeScaling(**values)
+    except ConfigError as error:
+        raise error.under(f"{at}: rope_scaling") from None
 
 
 @dataclass(frozen=True)

@@ -252,16 +252,17 @@ class GrownFiles(WeightFiles):
         self._means: dict[str, np.ndarray] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        rows, *rest = super().shape(name)
-        return (self._vocab_size if name in OF_TOKENS else rows, *rest)
+        shape = super().shape(name)
+        return (self._vocab_size, *shape[1:]) if name in OF_TOKENS else shape
 
     def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
         if name not in OF_TOKENS:
             return super().read(name, part)
         rows, columns = part
         have = super().shape(name)[0]
-        last = max(rows.start, min(rows.stop, have))
-        old = super().read(name, (slice(rows.start, last), columns))
+        # For rows that are all new, the table's last one is read, for its width and dtype.
+        first = min(rows.start, have - 1)
+        old = super().read(name, (slice(first, min(rows.stop, have)), columns))
         ids = np.arange(rows.start, rows.stop)
         found = np.zeros((len(ids), old.shape[1]), old.dtype)
         found[: len(old)] = old

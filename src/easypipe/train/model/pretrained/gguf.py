@@ -110,7 +110,7 @@ def save_gguf(
     loaded = load_tokenizer(str(tokenizer))
     module = merge_lora(module)
     shape = module.config
-    hf, generation = config_json(module, special_tokens(loaded, []), eos_token_id, max_length)
+    hf, generation = config_json(module, special_tokens(loaded, {}), eos_token_id, max_length)
     hf["max_position_embeddings"] = hf.get("max_position_embeddings") or max_length
     arch = _architecture(hf, shape, module.score is not None)
     matrices: Dtype = shape.param_dtype if dtype is None else dtype

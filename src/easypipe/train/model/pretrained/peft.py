@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from easypipe.core.errors import ConfigError, MissingFileError, StateError, raising, require
+from easypipe.core.errors import MissingFileError, StateError, raising, require
 from easypipe.core.storage import json_bytes
 from easypipe.core.values import JsonValue
 from easypipe.core.visible import first_of
@@ -46,6 +46,9 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "lora_bias": (False, None),
     "use_qalora": (False, None),
     "use_bdlora": (False, None),
+    # Other values begin with another base, such as PiSSA's, or with one that is quantized.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "alora_invocation_tokens": (None,),
     "target_parameters": (None, []),
 }
 
@@ -132,7 +135,7 @@ def load_adapters(module: Decoder, path: str | Path) -> Decoder:
         raise MissingFileError(at=str(file), problem="no such file", fix=fix)
     with reading(file):
         tensors = load_file(file)
-    does_not_fit = (KeyError, TypeError, ConfigError)
+    does_not_fit = (KeyError, TypeError, ValueError)
     targets = _targets(tensors, file)
     with raising(StateError, folder / ADAPTER_CONFIG, "does not fit this decoder", on=does_not_fit):
         config = LoraConfig(

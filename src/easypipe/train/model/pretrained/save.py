@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,14 @@ from easypipe.core.storage import commit_folder, json_bytes, temporary_of
 from easypipe.core.values import attribute_of
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import merge_lora
-from easypipe.train.model.pretrained.families import Weight, from_hf, shape_of, to_hf, weights
+from easypipe.train.model.pretrained.families import (
+    FAMILIES,
+    Weight,
+    from_hf,
+    shape_of,
+    to_hf,
+    weights,
+)
 from easypipe.train.model.pretrained.files import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -159,8 +166,8 @@ def save_pretrained(
         (folder / CONFIG).write_bytes(json_bytes(config))
         (folder / GENERATION).write_bytes(json_bytes(generation))
         if tokenizer is not None:
-            for file in copied:
-                shutil.copyfile(file, folder / file.name)
+            for name, file in copied.items():
+                shutil.copyfile(file, folder / name)
             if not copied:
                 tokenizer.save_pretrained(str(folder))
             if chat_template is not None:
@@ -229,7 +236,7 @@ def config_json(
         config = to_hf(module.config)
     config.pop("dtype", None)
     if module.score is not None:
-        (own,) = config["architectures"]
+        (own,) = config.get("architectures") or [FAMILIES[config["model_type"]].architecture]
         kind = own.replace("ForCausalLM", "ForSequenceClassification")
         config |= {"architectures": [kind], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     given = {key: value for key, value in config.items() if value is not None or key not in special}
@@ -252,11 +259,11 @@ def config_json(
     return config | {"torch_dtype": module.config.param_dtype}, generation
 
 
-def special_tokens(tokenizer: Any, files: list[Path]) -> JsonObject:
+def special_tokens(tokenizer: Any, files: Mapping[str, Path]) -> JsonObject:
     """Returns those of bos_token_id, eos_token_id and pad_token_id that a tokenizer has."""
     if files:
         try:
-            [tokenizer] = (load_tokenizer(file) for file in files if file.name == "tokenizer.json")
+            tokenizer = load_tokenizer(files[_DEFINITION])
         except TokenizerError as error:
             logger.warning("%s; config.json and generation_config.json name no tokens of it", error)
     names = "bos_token_id", "eos_token_id", "pad_token_id"
@@ -280,15 +287,18 @@ def _write_template(folder: Path, template: str) -> None:
         path.write_bytes(json_bytes({**values, "chat_template": template}))
 
 
-def _tokenizer_files(tokenizer: Any) -> list[Path]:
-    """Returns the files of a tokenizer to copy; [] for an object that saves itself.
+_DEFINITION = "tokenizer.json"
+
+
+def _tokenizer_files(tokenizer: Any) -> dict[str, Path]:
+    """Returns the files of a tokenizer to copy, by new name; {} for an object that saves itself.
 
     Raises:
         ConfigError: It is not a tokenizer that can be saved.
         MissingFileError: There is no tokenizer.json.
     """
     if tokenizer is None or attribute_of(tokenizer, "save_pretrained"):
-        return []
+        return {}
     require(
         isinstance(tokenizer, str | Path),
         "tokenizer",
@@ -297,9 +307,10 @@ def _tokenizer_files(tokenizer: Any) -> list[Path]:
     )
     path = Path(os.path.expanduser(tokenizer))
     path = path if path.exists() else model_folder(tokenizer, None, weights=False)
-    names = [path] if path.is_file() else [path / name for name in TOKENIZER_FILES]
-    found = [name for name in names if name.is_file()]
-    if not any(file.name == "tokenizer.json" for file in found):
+    if path.is_file() and path.suffix == ".json":
+        return {_DEFINITION: path}
+    found = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
+    if _DEFINITION not in found:
         raise MissingFileError(
             at=str(path),
             problem="holds no tokenizer.json",
