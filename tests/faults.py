@@ -143,7 +143,7 @@ FAULTS = [
           "self.trainer.evaluate(step, self.state)\n                self.meter.restart()",
           "self.trainer.evaluate(step, self.state)"),
     fault("the time of a look counts into tokens per second", "train/trainer.py", "tests/train/test_meter.py -k time_of",
-          'self.trainer.emit("look", step, state=self.state)\n                self.meter.restart()', 'self.trainer.emit("look", step, state=self.state)'),
+          'self._look(step, shown=not bad)\n                self.meter.restart()', "self._look(step, shown=not bad)"),
     fault("a checkpoint of another format is read", "train/checkpoint/checkpoint.py",
           "tests/train/test_watch.py -k another_format",
           'not isinstance(saved, dict) or saved.get("format") != FORMAT', "not isinstance(saved, dict)"),
