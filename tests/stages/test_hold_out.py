@@ -28,7 +28,7 @@ from easypipe import (
 )
 from easypipe.cache.config import CacheConfig
 from easypipe.cli.configs import data_of
-from easypipe.core.config import from_dict
+from easypipe.core.config import digest, from_dict
 from easypipe.jobs import chains, complete, prepare_data, warn_of_trained_rows
 from easypipe.loader.config import LoadStageConfig
 from easypipe.run import _held_out, inputs_of
@@ -79,17 +79,29 @@ def test_which_rows_are_held_out_is_the_hash_of_what_they_hold(kind: pa.DataType
         rows = [row if row is None else f"héé {row}" * (row % 5) for row in rows]
     options = HoldOutConfig(fraction=0.3, seed=9, held=True)
     batch = pa.RecordBatch.from_arrays([pa.array(rows, kind)], names=["text"])[10:]
-    held = HoldOut(options, ["text"])(batch).column(0).to_pylist()
+    held = HoldOut(options, ["text"], batch.schema)(batch).column(0).to_pylist()
     texts = [row if isinstance(row, str) else json.dumps([row]) for row in rows[10:]]
     hashes = [xxhash.xxh3_64_intdigest(text.encode(), 9) for text in texts]
     assert held == [rows[10 + i] for i, one in enumerate(hashes) if one < int(0.3 * 2**64)]
 
 
+def test_caches_of_rows_with_keys_are_not_those_of_the_rule_before() -> None:
+    """Rows with keys were held out by another rule once; those of plain text were not."""
+    options = HoldOutConfig(fraction=0.3, seed=9)
+    before = digest("hold out", options, ("a",))
+    kinds = {pa.string(): True, pa.int64(): True, pa.json_(): False}
+    kinds[pa.list_(pa.struct({"role": pa.string()}))] = False
+    for kind, same in kinds.items():
+        mine = HoldOut(options, ["a"], pa.schema({"a": kind})).fingerprint
+        assert (mine == before) is same, kind
+
+
 def test_the_order_of_columns_holds_out_no_other_rows() -> None:
     rows = [{"a": f"ask {i}", "b": f"tell {i}"} for i in range(200)]
     options = HoldOutConfig(fraction=0.3, seed=9)
+    batch = pa.RecordBatch.from_pylist(rows)
     one, other = (
-        HoldOut(options, names)(pa.RecordBatch.from_pylist(rows)).to_pylist()
+        HoldOut(options, names, batch.schema)(batch).to_pylist()
         for names in (["a", "b"], ["b", "a"])
     )
     assert one == other
@@ -98,12 +110,11 @@ def test_the_order_of_columns_holds_out_no_other_rows() -> None:
 
 def test_the_order_of_keys_holds_out_no_other_rows() -> None:
     options = HoldOutConfig(fraction=0.3, seed=9)
-    one, other = (
-        HoldOut(options, ["a"])(
-            pa.RecordBatch.from_pylist([{"a": dict.fromkeys(keys, i)} for i in range(200)])
-        ).to_pylist()
+    batches = (
+        pa.RecordBatch.from_pylist([{"a": dict.fromkeys(keys, i)} for i in range(200)])
         for keys in ("xy", "yx")
     )
+    one, other = (HoldOut(options, ["a"], rows.schema)(rows).to_pylist() for rows in batches)
     assert one == other
     assert 0 < len(one) < 200
 

@@ -79,9 +79,8 @@ def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
     if dataset.hold_out is not None:
         columns = data_columns(schema)
         wanted = next(iter(read_columns(dataset)[-1:]), columns)
-        steps.append(
-            HoldOut(dataset.hold_out, [name for name in wanted if name in columns] or columns)
-        )
+        names = [name for name in wanted if name in columns] or columns
+        steps.append(HoldOut(dataset.hold_out, names, schema))
     if dataset.format_fields is not None:
         steps.append(Rename(dataset.format_fields))
         try:

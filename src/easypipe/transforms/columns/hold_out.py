@@ -13,6 +13,7 @@ import xxhash
 from easypipe.core.config import config, digest
 from easypipe.core.errors import require, require_columns
 from easypipe.core.protocols import left_out
+from easypipe.core.schema import is_json
 from easypipe.transforms.chat.columns import decoded_of
 from easypipe.transforms.chat.conversations import cleaned
 from easypipe.transforms.columns.base import ColumnTransform, Rows
@@ -56,17 +57,22 @@ class HoldOut(ColumnTransform):
     Args:
         options: The share, the seed, and which side is kept.
         names: The columns whose values decide the side; only they are read.
+        schema: The columns of the rows.
     """
 
     drops = True
 
-    def __init__(self, options: HoldOutConfig, names: Sequence[str]) -> None:
+    def __init__(self, options: HoldOutConfig, names: Sequence[str], schema: pa.Schema) -> None:
         self.options = options
         self.names = self.reads = tuple(sorted(names))
+        types = [schema.field(name).type for name in self.names]
+        self.have_keys = any(pa.types.is_nested(kind) or is_json(kind) for kind in types)
 
     @property
     def fingerprint(self) -> str:
-        return digest("hold out", self.options, self.names)
+        # Rows with keys were held out by another rule once: by keys without a value too.
+        rule = "hold out by given keys" if self.have_keys else "hold out"
+        return digest(rule, self.options, self.names)
 
     def columns(self, before: pa.Schema) -> pa.Schema:
         require_columns(self.names, before.names, str(self))
