@@ -422,6 +422,26 @@ def test_what_a_function_does_wrong_is_that_row_s() -> None:
     ] == [1]
 
 
+@pytest.mark.parametrize(
+    ("step", "row"),
+    [
+        (Map(dict, version="1"), 1),
+        (Filter(lambda row: True, version="1"), 1),
+        (Expand(lambda row: [row], most=3, version="1"), 3),
+    ],
+    ids=["map", "filter", "expand"],
+)
+def test_a_text_that_is_not_utf8_is_that_row_s_fault(step: Any, row: int) -> None:
+    """Files are checked where they are read; tables in memory and sources of one's own are not."""
+    texts = pa.array([b"a", b"\xff", b"c"], pa.binary()).view(pa.string())
+    source = TransformedSource(
+        InMemoryShardedSource(pa.table({"text": texts})), step, on_error="skip"
+    )
+    batch, rejects = source.scan(0, 0, source.shards[0].num_rows)
+    assert batch.num_rows == 2
+    assert ("invalid_utf8", row) in [(reject.reason, reject.row) for reject in rejects]
+
+
 def test_a_batch_function_that_looks_at_its_neighbours_is_refused() -> None:
     sums = Map(lambda batch: {"n": pc.cumulative_sum(batch.column("n"))}, batched=True, version="1")
     with pytest.raises(

@@ -19,9 +19,11 @@ from easypipe import (
     ConfigError,
     DatasetConfig,
     FillInTheMiddle,
+    InMemoryShardedSource,
     Pipeline,
     PipelineConfig,
     TokenizerConfig,
+    TransformedSource,
     load_tokenizer,
 )
 from easypipe.core.errors import TokenizerError
@@ -144,3 +146,13 @@ def test_a_column_without_any_text_is_one_of_text(tokenizer: str) -> None:
     made = FillInTheMiddle(tokenizer, rate=1.0)(batch)
     assert made.column("text").to_pylist() == [None, None]
     assert made.schema.field("text").type == pa.large_string()
+
+
+def test_a_text_that_is_not_utf8_is_a_bad_row(tokenizer: str) -> None:
+    texts = pa.array([b"a", b"\xff", b"c"], pa.binary()).view(pa.string())
+    below = InMemoryShardedSource(pa.table({"text": texts}))
+    batch, rejects = TransformedSource(below, FillInTheMiddle(tokenizer), on_error="skip").scan(
+        0, 0, 3
+    )
+    assert batch.num_rows == 2
+    assert [(reject.reason, reject.row) for reject in rejects] == [("invalid_utf8", 1)]

@@ -60,6 +60,7 @@ from easypipe.core.schema import (
     with_row_numbers,
     without_row_numbers,
 )
+from easypipe.core.text import not_utf8
 from easypipe.core.values import Bools, Int64, attribute_of
 
 OnError = Literal["error", "skip", "quarantine"]
@@ -90,6 +91,25 @@ class Rows:
         if keep.all():
             return Rows(self.batch, self.numbers, every)
         return Rows(self.batch.filter(pa.array(keep)), self.numbers[keep], every)
+
+    def with_texts(self, names: Iterable[str], most: int = 1) -> Rows:
+        """Returns the rows whose texts in these columns are UTF-8; the others are rejects.
+
+        Args:
+            most: Row r is rejected as row `r * most`, as in Expand.
+        """
+        bad = {row: name for name in names for row in not_utf8(self.batch.column(name))}
+        keep = np.ones(len(self.numbers), np.bool_)
+        keep[list(bad)] = False
+        rejects = [
+            Reject(
+                row=int(self.numbers[row]) * most,
+                reason="invalid_utf8",
+                detail=f"column {name!r} is not UTF-8",
+            )
+            for row, name in bad.items()
+        ]
+        return self.kept(keep, rejects)
 
     def laid_over(self, schema: pa.Schema, made: Mapping[str, pa.Array]) -> Rows:
         """Returns the rows with `schema`: columns of `made`, and the other columns unchanged."""

@@ -222,14 +222,16 @@ class Filter(ColumnTransform):
         return before
 
     def rows(self, rows: Rows) -> Rows:
-        keep = np.zeros(rows.batch.num_rows, np.bool_)
         if not isinstance(self.test, UserFunction):
+            keep = np.zeros(rows.batch.num_rows, np.bool_)
             table = pa.Table.from_batches([rows.batch])
             table = table.append_column(ROW_NUMBER, pa.array(np.arange(len(keep))))
             keep[table.filter(self.test).column(ROW_NUMBER).to_numpy()] = True
             return rows.kept(keep)
         failed: list[Reject] = []
-        for i, row in enumerate(rows.batch.to_pylist()):  # the user's function takes rows
+        rows, records = _records(rows)
+        keep = np.zeros(len(records), np.bool_)
+        for i, row in enumerate(records):
             try:
                 holds = self.test(row)
                 if not isinstance(holds, bool | np.bool_):
@@ -357,8 +359,9 @@ def _called(
     schema, most = transform.columns(rows.batch.schema), transform.fan_out
     made: list[Row] = []
     failed: list[Reject] = []
-    counts = np.zeros(len(rows.numbers), np.int64)
-    for i, row in enumerate(rows.batch.to_pylist()):  # the user's function takes rows
+    rows, records = _records(rows, most)
+    counts = np.zeros(len(records), np.int64)
+    for i, row in enumerate(records):
         number = int(rows.numbers[i])
         try:
             several = call(row)
@@ -398,6 +401,15 @@ def _called(
                 failed.append(Reject(row=row, reason="wrong_type", detail=detail))
         arrays[field.name] = as_array(values, field.type)
     return spread.laid_over(schema, arrays).kept(keep, failed)
+
+
+def _records(rows: Rows, most: int = 1) -> tuple[Rows, list[Row]]:
+    """Returns the rows whose texts are UTF-8, and the dicts that a user's function takes."""
+    try:
+        return rows, rows.batch.to_pylist()
+    except UnicodeDecodeError:
+        rows = rows.with_texts(rows.batch.schema.names, most)
+        return rows, rows.batch.to_pylist()
 
 
 def _fitted(values: list[Any], kind: pa.DataType) -> list[tuple[int, str]]:

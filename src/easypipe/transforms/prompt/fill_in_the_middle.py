@@ -119,6 +119,7 @@ class FillInTheMiddle(ColumnTransform):
         return overlaid(before, {self.column: pa.large_string()})
 
     def rows(self, rows: Rows) -> Rows:
+        rows = rows.with_texts([self.column])
         texts = rows.batch.column(self.column).cast(pa.large_string()).to_pylist()
         turned = [None if text is None else self.turned(text) for text in texts]
         return self.overlaid(rows, {self.column: pa.array(turned, pa.large_string())})
