@@ -135,7 +135,7 @@ LOOP = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
 REASONING = {"format_type": "chat", "reasoning": "per_turn", "train_on": "assistant"}
 # what is said -> what it is said to; `folder` is an empty one
 REFUSED: dict[str, Callable[[Path], Any]] = {
-    r"val_split: 0\.1 of 3 rows leaves none to validate on\. Give another share, or val_data\.": (
+    r"val_split: 0\.1 of 3 rows leaves none to validate on\. Give another share\.": (
         lambda folder: UniversalDataModule([{"input_ids": [1]}] * 3, val_split=0.1)
     ),
     r"buffer_size: -1 rows\. Give 0 to keep the order\.": (

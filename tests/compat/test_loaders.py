@@ -218,6 +218,9 @@ def test_micro_batches_of_any_shape():
     [batch] = Loader(rows, LoadStageConfig(batch_size=8, accumulation_steps=2))
     assert batch["pixel_values"].shape == (2, 4, 4, 5, 3)
     assert batch["labels"].tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    pairs = ItemRows([(i, -i) for i in range(4)], lambda rows: (*np.array(rows).T,))
+    [cut] = Loader(pairs, LoadStageConfig(batch_size=4, accumulation_steps=2))
+    assert [column.tolist() for column in cut] == [[[0, 2], [1, 3]], [[0, -2], [-1, -3]]]
 
 
 def test_states_of_another_dataset_order_or_collator_are_refused():

@@ -403,6 +403,8 @@ def test_ignore_index_may_be_a_token_of_the_vocabulary():
     loss = jax.jit(fused_linear_cross_entropy, static_argnames="ignore_index")
     want = loss(hidden, head, np.where(padded == 0, IGNORE, padded))
     assert float(loss(hidden, head, padded, ignore_index=0)) == float(want)
+    of_jax = fused_linear_cross_entropy(hidden, head, padded, ignore_index=jnp.int32(0))
+    assert float(of_jax) == pytest.approx(float(want), rel=1e-6)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])

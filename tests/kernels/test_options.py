@@ -80,6 +80,7 @@ LABELS = np.zeros(8, np.int32)
             r"ignore_index: None is not a label: give an int of 32 bits \(-100 is usual\)",
         ),
         ({"ignore_index": 1 << 40}, "ignore_index: 1099511627776 is not a label"),
+        ({"ignore_index": jnp.array(0.5)}, "ignore_index: 0.5 is not a label"),
         (
             {"weights": np.ones(8, np.complex64)},
             "weights: dtype complex64 is not real: give float32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from flax import nnx
 
 from easypipe import CheckpointManager, ConfigError, MissingFileError, StateError
+from easypipe.core.errors import StorageError
 from train.runs import Arithmetic
 
 
@@ -120,6 +122,16 @@ def test_the_newest_and_the_best_stay(
         assert manager.best() == tmp_path / str(best), "the earlier one of two alike"
 
 
+def test_what_could_not_be_saved_is_not_the_best(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, best_metric="loss") as manager:
+        first = manager.save(model={"w": jnp.ones(1)}, metrics={"loss": 2.0})
+        (tmp_path / "2").write_text("in the way")
+        (tmp_path / "2.replaced").mkdir()
+        with pytest.raises(StorageError, match="cannot be written"):
+            manager.save(model={"w": jnp.ones(1)}, metrics={"loss": 1.0})
+        assert manager.best() == first
+
+
 class Numbered(Arithmetic):
     def state(self):
         return {"t": np.int64(self.t)}
@@ -147,6 +159,11 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
             "model: two leaves have the same path, since a key contains a slash",
         ),
         ({"model": {"name": "gpt"}}, r"model\.name: str is neither an array nor a number"),
+        ({"model": {"at": [2**40]}}, r"model\.at\.0: has numbers that int32 cannot hold"),
+        ({"model": {"at": np.array([2**40])}}, r"model\.at: has numbers that int32 cannot hold"),
+        ({"model": {"at": np.array(["a"])}}, r"model\.at: <U1 is not a dtype of numbers"),
+        ({"optimizer": {"at": jnp.ones((0, 3))}}, r"optimizer\.at: is an empty array, float32"),
+        ({"model": {}}, "model: has no arrays"),
     ):
         with pytest.raises(ConfigError, match=message):
             manager.save(**{"model": model, "metrics": {"loss": 1.0}, **values})  # type: ignore[arg-type]
@@ -159,8 +176,10 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         manager.load(path, model=Model(nnx.Rngs(0), width=5))
     with pytest.raises(StateError, match=r"optimizer/.* here, nothing in the checkpoint"):
         manager.load(path, optimizer=optimizer)
-    with pytest.raises(ConfigError, match="was saved without one"):
+    with pytest.raises(ConfigError, match=r"loader: .* was saved without one"):
         manager.load(path, loader=Arithmetic())
+    with pytest.raises(ConfigError, match=r"scheduler: .* was saved without one"):
+        manager.load(path, scheduler=types.SimpleNamespace(load_state_dict=vars))
     with pytest.raises(ConfigError, match="is not a checkpoint of"):
         manager.load(tmp_path / "b" / "1")
     with pytest.raises(MissingFileError, match=r"no such checkpoint \(have: 1\)"):

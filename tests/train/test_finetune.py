@@ -271,6 +271,8 @@ def test_a_run_is_exported_and_written_with_from_the_command_line(
     assert by_run.startswith("the")
     assert command(["generate", str(tmp_path / "out"), "the", "--step", "2"]) == 2
     assert "is not a run that has checkpoints" in capsys.readouterr().err
+    assert command(["generate", run, "the", "--dtype", "bfloat16"]) == 2
+    assert "--dtype: has no effect on the run" in capsys.readouterr().err
     assert command(["export", run, str(tmp_path / "x"), "--step", "99"]) == 2
     assert "no checkpoint of step 99 (have: 3)" in capsys.readouterr().err.replace("\n", " ")
     assert command(["export", str(tmp_path), str(tmp_path / "x")]) == 2

@@ -5,6 +5,7 @@ test_hf.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,14 @@ def test_sampling_draws_from_capped_logits():
         (
             {"rope_scaling": {"kind": "linear", "factor": 0.5}},
             "rope_scaling.factor: 0.5 is less than 1",
+        ),
+        (
+            {"rope_scaling": LINEAR | {"factor": math.inf}},
+            "rope_scaling.factor: inf is not a positive number",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": math.inf}},
+            "rope_scaling.high_freq_factor: inf is not a positive number",
         ),
         (
             {"rope_scaling": LINEAR | {"original_length": 32}},

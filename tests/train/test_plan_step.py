@@ -21,6 +21,7 @@ from easypipe.core.errors import ConfigError, PlacementError
 from easypipe.run import RunConfig
 from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics.devices import known_device
+from easypipe.train.model.config import ClassifierConfig
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.flops import flops_per_step, palm_flops_per_step
 from easypipe.train.plan.aot import plan_step, roofline
@@ -244,6 +245,20 @@ def test_rows_that_the_mesh_cannot_divide_are_refused(tpu):
         r"a seq_length",
     ):
         plan_step(MODEL, train, "v5e:2x2", batch_size=4, seq_length=30)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "told"),
+    [
+        (MODEL, (0, 32), "batch_size: 0 is too small. Give at least 1"),
+        (MODEL, (2, 0), "seq_length: 0 is too small"),
+        (ClassifierConfig(num_classes=2, image_shape=(8, 8, 1)), (2, 32), "model: is a classifier"),
+    ],
+)
+def test_a_step_that_cannot_be_planned_is_refused(model, sizes, told):
+    here = Topology("here", jax.devices()[:1])
+    with pytest.raises(ConfigError, match=told):
+        plan_step(model, TrainingConfig(), here, batch_size=sizes[0], seq_length=sizes[1])
 
 
 def test_a_run_whose_rows_have_no_length_is_refused(config):

@@ -58,7 +58,7 @@ def evaluate(
     from easypipe.train.model.harness import check_needed, scores  # loads jax
 
     check_needed()
-    found = scores(config, *load(model, None, step, "float32"))
+    found = scores(config, *load(model, None, step))
     for task, results in found.items():
         numbers = {name: value for name, value in results.items() if isinstance(value, float)}
         for name, value in numbers.items():

@@ -11,9 +11,9 @@ from easypipe.cli.export import Step
 from easypipe.core.errors import require
 
 Dtype = Annotated[
-    Literal["float32", "bfloat16"],
+    Literal["float32", "bfloat16"] | None,
     typer.Option(
-        help="The dtype of weights and matrix products of a published model; a run uses its own."
+        help="The dtype of weights and matrix products of a published model. Default: float32."
     ),
 ]
 TokenizerName = Annotated[
@@ -79,7 +79,7 @@ def generate(
         list[str] | None, typer.Option(help="Stop before this text; may be repeated.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     tokenizer: TokenizerName = None,
     step: Step = None,
 ) -> None:

@@ -45,7 +45,7 @@ def load(
     name: str,
     tokenizer: str | None,
     step: int | None,
-    dtype: Literal["float32", "bfloat16"],
+    dtype: Literal["float32", "bfloat16"] | None = None,
 ) -> Loaded:
     """Loads the model of a run, or a published one.
 
@@ -61,6 +61,7 @@ def load(
     from easypipe.train.model.writing import Loaded
 
     if (Path(os.path.expanduser(name)) / CHECKPOINTS).is_dir():
+        require(dtype is None, "--dtype", f"has no effect on the run {name}", "Leave it out.")
         trained = load_trained(name, step)
         decoder, own, seen = trained.model, trained.tokenizer, trained.seen
     else:
@@ -70,7 +71,7 @@ def load(
             f"{name} is not a run that has checkpoints",
             "Leave it out, or give a run's folder.",
         )
-        decoder = load_pretrained(name, dtype=dtype)
+        decoder = load_pretrained(name, dtype=dtype or "float32")
         _, folder = PretrainedConfig(pretrained=name).resolved()
         own = str(folder) if (folder / "tokenizer.json").is_file() else None
         seen = Seen(stop_token_ids=end_tokens(folder))

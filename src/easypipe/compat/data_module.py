@@ -121,9 +121,7 @@ class UniversalDataModule:
         ):
             none = "train" if not len(self.splits.train) else "validate"
             problem = f"{val_split} of {len(train_data)} rows leaves none to {none} on"
-            raise ConfigError(
-                at="val_split", problem=problem, fix="Give another share, or val_data."
-            )
+            raise ConfigError(at="val_split", problem=problem, fix="Give another share.")
 
     def _check_text(self, first: Item, *, sure: bool) -> None:
         """Checks that the tokenizer and max_length are given if and only if they have an effect.

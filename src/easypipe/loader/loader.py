@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 from easypipe.core.config import digest
 from easypipe.core.errors import PlacementError, StallError, StateError, require
 from easypipe.core.ledger import Ledger
-from easypipe.core.values import Batch, Int64, Json, JsonObject
+from easypipe.core.values import Batch, Int32, Int64, Json, JsonObject
 from easypipe.loader.collate import CollateConfig, known_width, row_width, with_asked
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import Decoder, ExplainedBatch, choose, explain_rows
@@ -564,10 +564,7 @@ class Loader:
             enter(stage)
             made = with_asked(reader.batch(rows, width), self.collate)
             if (pieces := self.accumulation_steps) > 1:
-                made = {
-                    name: column.reshape(pieces, -1, *column.shape[1:])
-                    for name, column in made.items()
-                }
+                made = _cut(made, pieces)
             if placement is not None:
                 stage = "place"
                 enter(stage)
@@ -579,6 +576,14 @@ class Loader:
                 f"{self.name}: batch {batch}, rows {start}:{start + size}, stage {stage!r}"
             )
             raise
+
+
+def _cut(batch: dict[str, Int32], pieces: int) -> dict[str, Int32]:
+    """Returns a batch whose rows are cut into `pieces` micro-batches."""
+    if not isinstance(batch, Mapping):  # a user's collator, or rows that are tuples
+        cut = _cut({f"{i}": column for i, column in enumerate(batch)}, pieces)
+        return tuple(cut.values())  # pyright: ignore[reportReturnType]
+    return {name: column.reshape(pieces, -1, *column.shape[1:]) for name, column in batch.items()}
 
 
 AsyncDataLoader = Loader  # the name that EasyDeL's API uses

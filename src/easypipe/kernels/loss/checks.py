@@ -260,11 +260,9 @@ def _numbers(request: Request) -> Iterator[str]:
         _is_whole(request.chunk_size) and request.chunk_size >= 1
     ):
         yield f"chunk_size: {request.chunk_size} tokens are not a chunk: give an integer above 0"
-    if not (_is_whole(request.ignore_index) and -(2**31) <= request.ignore_index < 2**31):
-        yield (
-            f"ignore_index: {request.ignore_index} is not a label: give an int of 32 bits (-100 is "
-            "usual)"
-        )
+    label = request.ignore_index
+    if not (_is_whole(label) and -(2**31) <= operator.index(label) < 2**31):
+        yield (f"ignore_index: {label} is not a label: give an int of 32 bits (-100 is usual)")
 
 
 def _number(value: float) -> float:

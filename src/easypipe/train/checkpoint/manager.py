@@ -108,6 +108,7 @@ class CheckpointManager(Closeable):
             StorageError: The checkpoint cannot be written.
         """
         arrays = _named("model", model) | _named("optimizer", optimizer)
+        require(arrays, "model", "has no arrays", "Give the model, or a tree of its arrays.")
         kinds = {name: jax.random.key_impl(leaf) for name, leaf in arrays.items() if _is_key(leaf)}
         arrays |= {name: jax.random.key_data(arrays[name]) for name in kinds}
         run = {
@@ -130,8 +131,12 @@ class CheckpointManager(Closeable):
             )
             self._seen[step] = run["metrics"][self._metric]
             self._checkpoints.protected["best"] = set(self._ranked()[: self._keep_best])
-        self._checkpoints.save(step, arrays, run)
-        self._checkpoints.wait()
+        try:
+            self._checkpoints.save(step, arrays, run)
+            self._checkpoints.wait()
+        except BaseException:
+            self._seen.pop(step, None)  # it is not there
+            raise
         return self._path(step)
 
     def load(
@@ -161,7 +166,8 @@ class CheckpointManager(Closeable):
 
         Raises:
             MissingFileError: The checkpoint does not exist.
-            ConfigError: The path is in another folder, or a loader is given and none was saved.
+            ConfigError: The path is in another folder, or a loader or scheduler is given and none
+                was saved.
             StateError: The checkpoint is damaged, or arrays differ in name, shape or dtype.
         """
         step = self._step(path)
@@ -180,15 +186,17 @@ class CheckpointManager(Closeable):
         for name, kind in run["keys"].items():
             arrays[name] = jax.random.wrap_key_data(arrays[name], impl=kind)
         found = {part: _put(part, tree, arrays) for part, tree in given.items()}
-        if attribute_of(scheduler, "load_state_dict"):  # like PyTorch's schedulers
+        stateful = attribute_of(scheduler, "load_state_dict")  # like PyTorch's schedulers
+        for name, wanted in (("scheduler", stateful), ("loader", loader)):
+            require(
+                wanted is None or run[name] is not None,
+                name,
+                f"{self._path(step)} was saved without one",
+                f"Save it: save(..., {name}={name}).",
+            )
+        if stateful:
             scheduler.load_state_dict(run["scheduler"])
         if loader is not None:
-            require(
-                run["loader"] is not None,
-                "loader",
-                f"{self._path(step)} was saved without one",
-                "Save it: save(..., loader=loader).",
-            )
             loader.restore(loader_state(loader, run["loader"]))
         others = ("scheduler", "epoch", "metrics", "custom_state", "loader")
         return found | {name: run[name] for name in others}
@@ -298,8 +306,35 @@ def _named(part: str, given: PyTree) -> dict[str, jax.Array]:
             f"{type(leaf).__name__} is neither an array nor a number",
             "Put it into custom_state, or leave it out.",
         )
-        arrays[name] = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+        array = leaf if isinstance(leaf, jax.Array) else _array(name.replace("/", "."), leaf)
+        require(
+            array.size,
+            name.replace("/", "."),
+            f"is an empty array, {array.dtype} of shape {array.shape}, which cannot be saved",
+            "Leave it out.",
+        )
+        arrays[name] = array
     return arrays
+
+
+def _array(at: str, leaf: Any) -> jax.Array:
+    """Returns a number or NumPy array as JAX holds it.
+
+    Raises:
+        ConfigError: It does not hold numbers, or integers that JAX would change.
+    """
+    given = np.asarray(leaf)
+    numbers = given.dtype == bool or jnp.issubdtype(given.dtype, np.number)
+    require(numbers, at, f"{given.dtype} is not a dtype of numbers", "Put it into custom_state.")
+    dtype = jax.dtypes.canonicalize_dtype(given.dtype)
+    array = jnp.asarray(given.astype(dtype))
+    require(
+        given.dtype.kind not in "iu" or np.array_equal(given, array),
+        at,
+        f"has numbers that {dtype} cannot hold",
+        "Put them into custom_state, or set jax_enable_x64.",
+    )
+    return array
 
 
 def _pure(given: PyTree) -> PyTree:

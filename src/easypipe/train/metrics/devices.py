@@ -47,9 +47,9 @@ _GIB = 2.0**30
 # By prefix of jax's device_kind; the longest match counts.
 _DEVICES = {
     "TPU v4": Device(275e12, 32 * _GIB, 1228e9, 300e9),
-    "TPU v5 lite": Device(197e12, 16 * _GIB, 819e9, 200e9),  # v5e
+    **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Device(197e12, 16 * _GIB, 819e9, 200e9)),
     "TPU v5": Device(459e12, 95 * _GIB, 2765e9, 600e9),  # v5p
-    "TPU v6 lite": Device(918e12, 32 * _GIB, 1640e9, 400e9),  # v6e
+    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), Device(918e12, 32 * _GIB, 1640e9, 400e9)),
     "TPU7x": Device(1153.5e12, 96 * _GIB, 3690e9, 300e9),
     "NVIDIA A100": Device(312e12, 80e9, 2039e9, 300e9),
     "NVIDIA H100": Device(989e12, 81_559 * 2.0**20, 3350e9, 450e9),

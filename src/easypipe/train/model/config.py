@@ -50,6 +50,7 @@ class RopeScaling:
     original_length: int = 8192  # for llama3: the longest row in the original training
 
     def check(self) -> None:
+        check_number(self, "8.0 is usual.", "factor", "low_freq_factor", "high_freq_factor")
         require(
             self.factor >= 1,
             "factor",

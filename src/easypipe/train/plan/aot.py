@@ -285,11 +285,19 @@ def plan_step(
         "the step is compiled without data, so the columns of the teacher are not known",
         "Leave it out: --set train.distill=null.",
     )
+    for name, value in (("batch_size", batch_size), ("seq_length", seq_length)):
+        require(value >= 1, name, f"{value} is too small", "Give at least 1.")
     there, started = topology(on) if isinstance(on, str) else on, time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
     of_data = {"epochs": None, "batch_size": None, "callbacks": CallbacksConfig(), "measure": ()}
     alone = dataclasses.replace(train, steps=train.steps or MANY_STEPS, **of_data)
     trainer = Engine(model, alone, Shapes(batch_size, accumulation_steps), mesh=mesh)
+    require(
+        trainer.origin.classifier is None,
+        "model",
+        "is a classifier, and only steps on tokens can be planned",
+        "Train it for a few steps: the records tell memory and speed.",
+    )
     check_row_length(seq_length, mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)
     columns = _columns(train, columns)
@@ -351,7 +359,8 @@ def unknowns(plan: StepPlan) -> tuple[str, ...]:
         "behind products: nothing ran",
         "how long documents are: rows count as full, of one document each; shorter ones cost less "
         "attention",
-        "what reading data, saving and evaluating take; the evaluation step's memory",
+        "what reading data, saving, evaluating and asking a reference model take; the evaluation "
+        "step's memory",
     ]
     if plan.device.startswith("NVIDIA"):
         said.append(
