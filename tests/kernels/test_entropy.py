@@ -78,6 +78,16 @@ def test_log_probs_have_a_temperature_too() -> None:
         np.testing.assert_allclose(got, np.where(given.labels == IGNORE, 0, want), rtol=1e-11)
 
 
+def test_a_temperature_of_numpy_or_jax_divides_as_a_float_does() -> None:
+    """bfloat16 hidden states divided by a scalar that has a dtype would be float32."""
+    given = case(bias=False)
+    hidden, head = (array.astype(jnp.bfloat16) for array in (given.hidden, given.head))
+    run = functools.partial(fused_linear_cross_entropy, hidden, head, given.labels)
+    want = run(temperature=0.7, logit_soft_cap=2.0)
+    for kind in (np.float32, np.float64, jnp.float32):
+        assert run(temperature=kind(0.7), logit_soft_cap=kind(2.0)) == want
+
+
 def test_a_kernel_divides_them_as_xla_does() -> None:
     """The kernels of TPUs, in the interpreter; the door divides before any of them."""
     random = np.random.default_rng(0)

@@ -149,8 +149,9 @@ def _call(request: Request) -> Call:
     if lm_head is not None:
         wider = jnp.result_type(hidden, lm_head)
         hidden, lm_head = hidden.astype(wider), lm_head.astype(wider)
-    bias, soft_cap = request.bias, request.soft_cap
-    if (warmth := request.temperature) != 1:
+    bias, soft_cap = request.bias, None if request.soft_cap is None else float(request.soft_cap)
+    # Python's float: a NumPy scalar would make bfloat16 arrays float32
+    if (warmth := float(request.temperature)) != 1:
         # cap(x) / t is the cap soft_cap / t of x / t: so the logits stay untouched
         hidden, bias = hidden / warmth, None if bias is None else bias / warmth
         soft_cap = None if soft_cap is None else soft_cap / warmth
