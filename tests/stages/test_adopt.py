@@ -4,11 +4,13 @@ they say.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -17,6 +19,7 @@ from chat_support import chat_tokenizer
 from easypipe import (
     ConfigError,
     DatasetConfig,
+    Filter,
     LoadStageConfig,
     PackStageConfig,
     Pipeline,
@@ -143,6 +146,35 @@ def test_what_is_refused(tmp_path: Path, row: dict, message: str) -> None:
     rows = [{name: good[name] for name in row}, row]
     with pytest.raises(SourceError, match=message):
         pipeline(tmp_path, rows).pack(PACK).ledger()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    "broken", [{INPUT_IDS: [1, 999, 1], LABELS: [1, 999, 1]}, {LABELS: [2]}, {LABELS: [3, 3, 3]}]
+)
+def test_a_bad_row_is_named_by_its_place_in_the_file_however_it_is_read(
+    tmp_path: Path, kind: str, streaming: bool, broken: dict
+) -> None:
+    rows = [{INPUT_IDS: [1, 1, 1], LABELS: [1, 1, 1], "n": n} for n in range(9)]
+    rows[7] |= broken
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "x.jsonl").write_text("".join(lines))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    dataset = DatasetConfig(name="x", data_files=str(tmp_path / f"x.{kind}"), tokenizer=tokenizer())
+    made = config(tmp_path, datasets=[dataset], streaming=streaming)
+    where = "row 7"
+    if streaming and kind == "jsonl":
+        where = f"line at byte {sum(map(len, lines[:7]))}"
+    with pytest.raises(SourceError, match=rf"x\.{kind}, {where}, column '{next(iter(broken))}': "):
+        list(
+            Pipeline(made)
+            .source()
+            .transform(Filter(pc.field("n") > 2))
+            .pack(PACK)
+            .load(LoadStageConfig(batch_size=1, num_epochs=1))
+            .build()
+        )
 
 
 def test_tokens_that_nobody_claims(tmp_path: Path) -> None:

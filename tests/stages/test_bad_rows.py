@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chat_support import CHATML, talk
 from easypipe import (
     DatasetConfig,
+    LengthPolicy,
     LoadStageConfig,
     PackStageConfig,
     Pipeline,
@@ -204,7 +206,7 @@ def test_packed_rows_have_no_policy_for_bad_ones(
     assert sum(len(batch["input_ids"]) for batch in loader) == 4
 
 
-@pytest.mark.parametrize("kind", ["text", "trained", "pairs"])
+@pytest.mark.parametrize("kind", ["text", "trained", "pairs", "budgets", "room", "trimmed"])
 def test_a_row_at_which_the_tokenizer_panics_leaves_the_others_as_they_are(
     tmp_path: Path, kind: str
 ) -> None:
@@ -214,27 +216,37 @@ def test_a_row_at_which_the_tokenizer_panics_leaves_the_others_as_they_are(
     gives_up = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
     values["pre_tokenizer"] = gives_up | {"invert": False}
     (folder / "tokenizer.json").write_text(json.dumps(values))
+    pair, chat = PromptConfig(format_type="prompt_completion"), PromptConfig(template=CHATML)
+    cut = {"tokenizer_kwargs": {"max_length": 64}}
     options: dict[str, Any] = {
         "text": {"content_field": "completion"},
-        "trained": {"prompt": PromptConfig(format_type="prompt_completion")},
+        "trained": {"prompt": pair},
+        "budgets": {"prompt": pair, "length": LengthPolicy(budgets={"prompt": 9}), **cut},
+        "room": {"prompt": chat},
+        "trimmed": {"prompt": chat, "length": LengthPolicy(policy="trim_oldest_turns"), **cut},
         "pairs": {
             "prompt": PromptConfig(format_type="prompt_completion", rejected_column="rejected")
         },
     }[kind]
 
-    def tokens(rows: list[dict[str, str]], cache: str, on_error: str = "error") -> Any:
+    def tokens(rows: list[dict[str, Any]], cache: str, on_error: str = "error") -> Any:
         dataset = DatasetConfig(
             name="d", data_files=rows, tokenizer=str(folder), on_error=on_error, **options
         )
-        config = PipelineConfig(datasets=[dataset], cache_dir=tmp_path / cache)
+        pack = PackStageConfig(seq_length=64)
+        config = PipelineConfig(datasets=[dataset], cache_dir=tmp_path / cache, pack=pack)
         pipeline = Pipeline.from_config(config).source().tokenize()
         pipeline.prepare()
         source = pipeline.get_data()["d"]
         batch = source.read(0, 0, source.shards[0].num_rows)
         return batch.drop_columns([ROW_NUMBER]), pipeline.ledger().find("tokenize", "d", "rows").out
 
+    good: list[dict[str, Any]]
     good = [{"prompt": f"{n} ", "completion": f"{n} 1 2", "rejected": f"{n} 3"} for n in range(9)]
     bad = {"prompt": "1 ", "completion": "a" * 40 + "b", "rejected": "2"}
+    bad |= {"prompt": bad["completion"]} if kind == "budgets" else {}
+    for row in (*good, bad):
+        row["messages"] = talk(row["prompt"], row["completion"], row["prompt"], "So.")
     mixed = [*good[:4], bad, *good[4:]]
     with pytest.raises(
         SourceError,
@@ -243,5 +255,5 @@ def test_a_row_at_which_the_tokenizer_panics_leaves_the_others_as_they_are(
     ):
         tokens(mixed, "error")
     kept, counts = tokens(mixed, "skip", "skip")
-    assert counts == {"written": 9, "refused_by_tokenizer": 1}
+    assert counts == {"written": kept.num_rows, "refused_by_tokenizer": 1}
     assert kept.equals(tokens(good, "good")[0])

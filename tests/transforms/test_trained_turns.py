@@ -379,6 +379,17 @@ def test_a_turn_that_eos_ends_is_a_sample_of_its_own(tmp_path: Path) -> None:
     assert [targets for *_, targets in found] == [f"hmSo.{END}", f"hmmNo.{END}"]
 
 
+def test_a_sample_that_is_too_long_is_counted_beside_the_others(tmp_path: Path) -> None:
+    rows = [reasons(), reasons()]
+    rows[1]["messages"][0]["content"] = "Why? " * 99
+    length = {"length": LengthPolicy(policy="trim_oldest_turns")}
+    extra = {**length, "tokenizer_kwargs": {"max_length": 60}}
+    _, made = samples(rows, tmp_path, reasoning="per_turn", dataset=extra)
+    entry = made.ledger().find("tokenize", "d", "rows")
+    assert entry.into == {"read": 2, "pieces": 2}
+    assert entry.out == {"written": 3, "too_long": 1}
+
+
 def test_a_conversation_that_is_refused_at_a_turn_is_refused_whole(tmp_path: Path) -> None:
     strict = (
         REASONING + "{% if messages|length == 2 %}{{ raise_exception('too short') }}{% endif %}"

@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from easypipe.core.schema import (
     TARGET_COLUMNS,
     is_list,
     offsets_of,
+    row_numbers,
 )
 from easypipe.core.values import Array, Int32, Int64
 from easypipe.loader.collate import collate, count_positions, fresh_columns
@@ -322,7 +323,8 @@ class StoredRows(RepeatedRows):
             shard, start, stop = self._index.spans[number]
             try:
                 name, batch = self._source.shards[shard].name, self._source.read(shard, start, stop)
-                block = self._with_values(decode(batch, self._names, name, start), batch, start)
+                block = decode(batch, self._names, name, start)
+                block = self._with_values(block, batch, name, row_numbers(batch, start))
             # any error of a source, also a user's: it is raised again with its place
             except Exception as error:
                 error.add_note(
@@ -337,10 +339,10 @@ class StoredRows(RepeatedRows):
                     total -= self._blocks.popitem(last=False)[1].num_bytes
             return block
 
-    def _with_values(self, block: Block, batch: pa.RecordBatch, start: int) -> Block:
+    def _with_values(self, block: Block, batch: pa.RecordBatch, file: str, rows: Int64) -> Block:
         if not self._aligned:
             return block
-        at = lambda i: f"row {start + i}"  # noqa: E731
+        at = lambda i: place(file, row=int(rows[i]))  # noqa: E731
         lists = {column.name: batch.column(column.name) for column in self._aligned}
         ahead = batch.column(LOOK_AHEAD_WEIGHT) if LOOK_AHEAD_WEIGHT in batch.schema.names else None
         return block._replace(
@@ -379,8 +381,8 @@ class StoredRows(RepeatedRows):
         return *self._index.spans[block], number - int(self._index.first_row[block])
 
     def _describe(self, number: int) -> str:
-        shard, start, _, local = self._locate(number)
-        return place(self._source.shards[shard].name, row=start + local)
+        _, file, row, _ = self.where(number)
+        return place(file, row=row)
 
 
 class _Index(NamedTuple):
@@ -403,14 +405,17 @@ class _Found(NamedTuple):
     local: int  # the row within the block
 
 
-def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int) -> Block:
+def decode(
+    batch: pa.RecordBatch, names: Sequence[str], at: str, start: int, unit: str = "row"
+) -> Block:
     """Decodes columns of lists into one Block.
 
     Args:
         batch: Rows of one shard.
         names: The columns to decode.
         at: The name of the shard, for errors.
-        first_row: The number of the first row within the shard.
+        start: The row of the shard from which on the batch was read.
+        unit: What the numbers of rows count, for errors.
 
     Raises:
         SourceError: A column is not a list of integers, or differs in length from `input_ids`; the
@@ -418,16 +423,21 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
     """
     offsets: Int64 | None = None
     columns: dict[str, Int32] = {}
+    rows = row_numbers(batch, start)
+
+    def where(i: np.int64, column: str) -> str:
+        return f"{at}, {unit} {rows[i]}, column {column!r}"
+
     for name in names:
         if name == LOOK_AHEAD:
             continue
-        ends, values = _flat(batch.column(batch.schema.get_field_index(name)), name, at, first_row)
+        column = batch.column(batch.schema.get_field_index(name))
+        ends, values = _flat(column, name, at, where)
         if offsets is None:
             offsets = ends
         elif not np.array_equal(offsets, ends):
-            row = first_row + int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0])
             raise SourceError(
-                at=place(at, row=row, column=name),
+                at=where(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0], name),
                 problem=f"not as long as {INPUT_IDS}",
                 fix="Give one value for each token, or leave the row out.",
             )
@@ -440,10 +450,10 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
         ids, labels = columns[INPUT_IDS], columns.pop(LABELS)
         wrong = np.flatnonzero((labels != ids) & (labels != IGNORE))
         if wrong.size:
-            row = first_row + int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+            row = np.searchsorted(offsets, wrong[0], side="right") - 1
             raise SourceError(
-                at=place(at, row=row, column=LABELS),
-                problem=f"token {int(wrong[0] - offsets[row - first_row])} has label "
+                at=where(row, LABELS),
+                problem=f"token {int(wrong[0] - offsets[row])} has label "
                 f"{labels[wrong[0]]}, its id is {ids[wrong[0]]}",
                 fix="Give unshifted labels (input_ids or -100): the shift happens once, in the "
                 "loader. Or leave the column out.",
@@ -470,7 +480,9 @@ def _look_ahead(column: pa.Array, at: str) -> Int32:
     return column.to_numpy().astype(np.int32)
 
 
-def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, Int32]:
+def _flat(
+    column: pa.Array, name: str, at: str, where: Callable[[np.int64, str], str]
+) -> tuple[Int64, Int32]:
     """Returns the offsets, Int64[n + 1], and the int32 values of a column of lists.
 
     Raises:
@@ -485,9 +497,9 @@ def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, 
             fix="Give such lists, or rename the column: columns of this name belong to tokens.",
         )
     if column.null_count:
-        row = first_row + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+        nulls = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
         raise SourceError(
-            at=place(at, row=row, column=name),
+            at=where(nulls[0], name),
             problem="null instead of tokens",
             fix="Leave such rows out.",
         )
@@ -495,7 +507,7 @@ def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, 
     if values.null_count:
         nulls = pc.call_function("list_parent_indices", [column]).filter(values.is_null())
         raise SourceError(
-            at=place(at, row=first_row + nulls[0].as_py(), column=name),
+            at=where(nulls[0].as_py(), name),
             problem="a null among the tokens",
             fix="Leave such rows out.",
         )
@@ -511,9 +523,10 @@ def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, 
         and numbers.size
         and not -(1 << 31) <= numbers.min() <= numbers.max() < 1 << 31
     ):
+        wrong = np.flatnonzero((numbers < -(1 << 31)) | (numbers >= 1 << 31))[0]
         raise SourceError(
-            at=place(at, column=name),
-            problem=f"values up to {numbers.max()} do not fit int32, which batches have",
+            at=where(np.searchsorted(offsets, wrong, side="right") - 1, name),
+            problem=f"{numbers[wrong]} does not fit int32, which batches have",
             fix="Give rows of numbers that do.",
         )
     return offsets, numbers.astype(np.int32, copy=False)

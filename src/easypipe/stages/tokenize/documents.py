@@ -19,7 +19,7 @@ from easypipe.cache.reader import TokenCache, cache_schema
 from easypipe.cache.writer import CacheWriter
 from easypipe.core.aligned import AlignedColumn, column_of
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, StageOrderError, place, require, require_known
+from easypipe.core.errors import ConfigError, StageOrderError, require, require_known
 from easypipe.core.protocols import (
     PipelineContext,
     ProgressListener,
@@ -33,6 +33,7 @@ from easypipe.core.protocols import (
     bad_of,
     by_row,
     info_of,
+    place_of,
     select,
 )
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
@@ -89,8 +90,8 @@ class EncodedSource(Source):
         batch, rejects = self.scan(shard, start, stop)
         bad = next(bad_of(rejects), None)
         if bad is not None and self.writer.on_error == "error":
-            at = place(self.shards[shard].name, row=bad.row, column=self.writer.encoder.label)
-            raise bad_row(at, bad)
+            at = place_of(self.source, shard, bad.row)
+            raise bad_row(f"{at}, column {self.writer.encoder.label!r}", bad)
         return batch
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:

@@ -226,7 +226,7 @@ class PromptRows:
             try:
                 written, of_written = self.engine.written(rows, here, self.room)
             except HostileTemplateError as error:
-                at = place(source.shards[shard].name, row=here[error.row], column=self.label)
+                at = f"{place_of(source, shard, here[error.row])}, column {self.label!r}"
                 given = self._template_at if error.at in ("template", "chat_template") else None
                 problem = f"{given or error.at}: {error.problem}"
                 raise type(error)(at=at, problem=problem, fix=error.fix) from None
@@ -588,20 +588,23 @@ class TokenEncoder:
                 (`attention_mask` of 0), or columns have unequal lengths; the error names file and
                 row.
         """
-        name = source.shards[shard].name
         batch, rejects = scan(source, shard, start, stop)
-        rows = row_numbers(batch, start)
-        block = decode(batch, self._read, name, start)
-        self._check(block, rows, name)
+        rows, name = row_numbers(batch, start), source.shards[shard].name
+        unit = "line at byte" if unit_of(source) == "bytes" else "row"
+        block = decode(batch, self._read, name, start, unit)
+        at = lambda i: place_of(source, shard, int(rows[i]))  # noqa: E731
+        self._check(block, at)
         full = np.diff(block.offsets) > 0
         # an empty row does not change the offset
         offsets = np.concatenate([[0], block.offsets[1:][full]]).astype(np.int64)
         ids = block.columns[INPUT_IDS].astype(token_dtype(self._tokens.vocab_size))
         ends = (ends_closed if self.masked else ends_with)(ids, offsets, self._tokens.eos_token_id)
         mask = block.columns[LOSS_MASK].astype(np.uint8) if self.masked else None
-        at = lambda i: f"dataset {self._dataset!r}, {place(name, row=int(rows[i]))}"  # noqa: E731
+        dataset = f"dataset {self._dataset!r}"
         values = {
-            one.name: flat_values(one, batch.column(one.name), block.offsets, at)
+            one.name: flat_values(
+                one, batch.column(one.name), block.offsets, lambda i: f"{dataset}, {at(i)}"
+            )
             for one in self.aligned
         }
         lists = [one.lists(offsets, values[one.name]) for one in self.aligned]
@@ -617,12 +620,12 @@ class TokenEncoder:
     def content(self, batch: pa.RecordBatch) -> str:
         return documents_hash(batch, one_set_of_offsets=True)
 
-    def _check(self, block: Block, rows: Int64, name: str) -> None:
+    def _check(self, block: Block, where: Callable[[int], str]) -> None:
         """Raises SourceError for tokens outside the vocabulary, and for padding."""
 
         def at(token: np.int64, column: str) -> str:
             row = int(np.searchsorted(block.offsets, token, side="right")) - 1
-            return place(name, row=int(rows[row]), column=column)
+            return f"{where(row)}, column {column!r}"
 
         ids, attended = block.columns[INPUT_IDS], block.columns.get(SEGMENT_IDS)
         vocabulary = self._tokens.vocab_size

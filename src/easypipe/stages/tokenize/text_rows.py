@@ -35,6 +35,7 @@ class Texts:
         cut_by: What cut the texts, as the ledger names it.
         goes_on: Bool[n], whether the row continues in another text; None if no row has several.
         desirable: UInt8[n], 1 if the answer is desirable; None if the data does not say.
+        pieces: How many more texts there are than rows, with those that were refused.
     """
 
     texts: pa.LargeStringArray
@@ -46,6 +47,7 @@ class Texts:
     cut_by: str = ""
     goes_on: Bools | None = None
     desirable: UInt8 | None = None
+    pieces: int = 0
 
     def content_hash(self) -> str:
         """Returns the XXH3-128 of texts and row numbers, independent of their buffers."""
@@ -119,6 +121,7 @@ def texts_of(
         lost=np.array(lost, np.int64) if any(lost) else None,
         cut_by=cut_by,
         goes_on=np.array(goes_on, np.bool_) if any(goes_on) else None,
+        pieces=len(rows) - len(set(rows)),
     )
 
 

@@ -212,8 +212,7 @@ def _cut_before(texts: Texts, rows: Int64) -> tuple[int, dict[str, int]]:
     Returns:
         (how many tokens were cut, the counts for the ledger).
     """
-    pieces = len(texts.rows) - len(np.unique(texts.rows))
-    told = {"pieces": pieces} if pieces else {}
+    told = {"pieces": texts.pieces} if texts.pieces else {}
     if texts.lost is None and texts.goes_on is None:
         return 0, told
     cut = np.zeros(len(texts.rows), np.int64)

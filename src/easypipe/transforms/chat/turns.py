@@ -26,7 +26,7 @@ from easypipe.transforms.chat.spans import FLAG, OPEN, WEIGHT, Rendered, turns_t
 from easypipe.transforms.refused import TOO_LONG, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.masked import encode_masked
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, UnencodableError
 
 CUT_BY = "split_turns"  # the ledger's name for conversations that were cut
 Sample = tuple["Asked | Refused", "Answer"]  # the request, and its answer
@@ -339,15 +339,20 @@ def _ended(piece: Rendered, trained: str) -> Rendered:
 
 
 def _sizes(answers: Sequence[Answer], tokenizer: Tokenizer, *, row: bool = False) -> Int64:
-    """Returns Int64[n], the tokens of each answer; 0 for refused ones.
+    """Returns Int64[n], the tokens of each answer; 0 for those that are or will be refused.
 
     With `row`, the count includes the EOS that packing adds to an answer that does not end with it.
     """
     good = [(i, one) for i, one in enumerate(answers) if isinstance(one, Rendered)]
     texts = pa.array([one.text for _, one in good], pa.large_string())
     spans, ends = [one.spans for _, one in good], [one.end for _, one in good]
-    made = encode_masked(tokenizer, texts, spans, ends, raw=False, whole=True)
     sizes = np.zeros(len(answers), np.int64)
+    try:
+        made = encode_masked(tokenizer, texts, spans, ends, raw=False, whole=True)
+    except UnencodableError:
+        if len(answers) == 1:
+            return sizes
+        return np.concatenate([_sizes([one], tokenizer, row=row) for one in answers])
     for (i, _), (start, stop) in zip(good, itertools.pairwise(made.offsets.tolist()), strict=True):
         last = made.ids[max(stop - 2, start) : stop].tolist()
         sizes[i] = stop - start + (row and tokenizer.eos_token_id not in last)

@@ -39,9 +39,14 @@ from easypipe.transforms.prompt.fields import (
     text_of,
 )
 from easypipe.transforms.prompt.templates import ALPACA, ALPACA_WITH_INPUT
-from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN, Refused
+from easypipe.transforms.refused import (
+    EMPTY,
+    NOTHING_TO_TRAIN,
+    REFUSED_BY_TOKENIZER,
+    Refused,
+)
 from easypipe.transforms.tokenizer.lengths import Lengths
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, UnencodableError
 
 TOOLS = "tools"  # the column of tools, if none is named
 # the column with what a row's template sees besides messages and tools
@@ -332,14 +337,17 @@ class TemplateFormat:
         cut = [self._within(self._read(row)) for row in rows]
         made = self._writer.write([row for row, _ in cut])
         for i, (one, system) in enumerate(zip(made, systems, strict=True)):
-            if isinstance(one, Rendered):
+            _, lost = cut[i]
+            if isinstance(lost, Refused):
+                made[i] = lost
+            elif isinstance(one, Rendered):
                 if self._open:
                     one = one._replace(end=MASKED_END)
                 spans = [[max(a, shared[i]), b] for a, b in one.spans] if shared[i] else one.spans
                 made[i] = (
                     system
                     if isinstance(system, Refused)
-                    else self._behind(one._replace(lost=cut[i][1], spans=spans), rows[i], system)
+                    else self._behind(one._replace(lost=lost, spans=spans), rows[i], system)
                 )
         return made
 
@@ -361,14 +369,21 @@ class TemplateFormat:
             one if isinstance(one, Refused) else one.text.removeprefix(self._bos) for one in made
         ]
 
-    def _within(self, row: Row) -> tuple[Row, int]:
-        """Returns (the row with its columns cut to their budgets, how many tokens they lost)."""
+    def _within(self, row: Row) -> tuple[Row, int | Refused]:
+        """Cuts the columns of a row to their budgets.
+
+        Returns:
+            (the row, how many tokens it lost, or why it is refused).
+        """
         if self._lengths is None:
             return row, 0
         changed, lost = dict(row), 0
         for name, budget in (self._lengths.policy.budgets or {}).items():
             if isinstance(row[name], str):
-                changed[name], gone = self._lengths.within(row[name], budget)
+                try:
+                    changed[name], gone = self._lengths.within(row[name], budget)
+                except UnencodableError as error:
+                    return row, Refused(REFUSED_BY_TOKENIZER, error.problem)
                 lost += gone
         return changed, lost
 
