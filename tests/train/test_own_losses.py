@@ -149,6 +149,16 @@ def test_means_train_as_their_sums_do(
             lambda nll: (nll.mean(), {"grad_norm": nll.mean()}),
             r"loss, 'grad_norm': is the name of a value that every record has .*Give it another name",
         ),
+        (
+            lambda nll: LossOutput(nll.sum(), jnp.int32(nll.size), nll.sum(), {"nll": nll.sum()}),
+            r"loss, 'nll': is the name of a value that every record has",
+        ),
+        (
+            lambda nll: LossOutput(
+                nll.sum(), jnp.int32(9), nll.sum(), ratios={"step": (nll.sum(), nll.sum())}
+            ),
+            r"loss, 'step': is the name of a value that every record has",
+        ),
     ],
 )
 def test_what_is_no_loss_is_refused(given: Any, message: str, tmp_path: Path) -> None:
@@ -160,6 +170,32 @@ def test_what_is_no_loss_is_refused(given: Any, message: str, tmp_path: Path) ->
             loss=lambda model, batch: given(each(model, batch)[0]),
             mesh=MESH,
         ).run()
+
+
+def test_sequences_that_are_no_tokens_are_cut_into_micro_batches(tmp_path: Path) -> None:
+    class Features(Arithmetic):
+        def batch(self, t: int) -> dict[str, np.ndarray]:
+            known = super().batch(t)
+            return {"features": known["input_ids"][..., None] / 32, "labels": known["labels"]}
+
+    class Tagger(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.out = nnx.Linear(2, 32, rngs=rngs)
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        own = batch["features"].astype(jnp.float32)
+        of_row = jnp.broadcast_to(own.mean(1, keepdims=True), own.shape)
+        logits = model.out(jnp.concatenate([own, of_row], -1))
+        labels = jnp.maximum(batch["labels"], 0)[..., None]
+        nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, -1)[..., 0]
+        return nll.mean(where=batch["labels"] != IGNORE)
+
+    losses = [
+        Trainer(Tagger, config, Features(), loss=loss, mesh=MESH).run().last["loss"]
+        for pieces in (1, 2)
+        for config in (settings(tmp_path / f"{pieces}", steps=3, accumulate_steps=pieces),)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_mean_over_what_nobody_has_counted_is_refused(tmp_path: Path) -> None:

@@ -347,6 +347,14 @@ def test_held_out_batches_without_targets_are_refused(tmp_path):
     with pytest.raises(TrainError, match=r"eval\.held: no label to predict in 1 batches"):
         trainer(tmp_path, steps=3, evals={"held": Arithmetic(1, blank=1)}).run()
 
+    class Weightless(Arithmetic):
+        def batch(self, t):
+            known = super().batch(t)
+            return {**known, "loss_weights": np.zeros(known["labels"].shape, np.float32)}
+
+    with pytest.raises(TrainError, match=r"eval\.held: no label with a weight above 0 to predict"):
+        trainer(tmp_path / "weights", steps=3, evals={"held": Weightless(1)}).run()
+
 
 def test_a_loader_that_ends_early_is_told(tmp_path):
     class Short(Arithmetic):

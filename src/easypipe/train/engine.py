@@ -518,16 +518,17 @@ class Engine:
         outs = jax.device_get(sums)
         num_targets = sum(int(out.num_targets) for out in outs)
         counts = [out.num_targets if out.weight_sum is None else out.weight_sum for out in outs]
-        divisor = math.fsum(map(float, counts)) or 1
+        divisor = math.fsum(map(float, counts))
 
         def mean(values: Iterator[Any]) -> float:
             return math.fsum(map(float, values)) / divisor
 
-        if num_targets == 0:
+        if divisor == 0:
+            weighed = "with a weight above 0 " if num_targets else ""
             raise TrainError(
                 at=f"eval.{name}",
-                problem=f"no label to predict in {len(outs)} batches",
-                fix="Look at its loss_mask and its length.",
+                problem=f"no label {weighed}to predict in {len(outs)} batches",
+                fix=f"Look at its loss_{'weights' if num_targets else 'mask'} and its length.",
             )
         loss, nll = mean(out.loss_sum for out in outs), mean(out.nll_sum for out in outs)
         if not math.isfinite(loss):

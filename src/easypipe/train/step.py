@@ -169,7 +169,9 @@ def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax
         micro = array.reshape(array.shape[0] // pieces, pieces, *array.shape[1:]).swapaxes(0, 1)
         return constrain(micro, *(None, *TOKEN_AXES, *[None] * micro.ndim)[: micro.ndim])
 
-    return dict(batch) if _tokens(batch).ndim == 3 else jax.tree.map(cut, dict(batch))
+    # Labels of sequences that are no tokens have as many dimensions before they are cut.
+    is_cut = _tokens(batch).ndim == 3 and len(_tokens(batch)) == pieces
+    return dict(batch) if is_cut else jax.tree.map(cut, dict(batch))
 
 
 def _accumulate(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
 import jax
@@ -163,6 +163,7 @@ class AsSums:
         out = self._loss(model, batch)
         self.of_means, self.knows_nll = not isinstance(out, LossOutput), True
         if isinstance(out, LossOutput):
+            _check_names([*out.more, *out.ratios], RECORDED | {"nll"})
             return out
         pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
         mean, means = out if pair else (out, {})
@@ -179,16 +180,20 @@ class AsSums:
             str(name): jax.lax.stop_gradient(_sum_of(value, count, str(name)))
             for name, value in means.items()
         }
-        if taken := sorted(more.keys() & RECORDED):
-            problem = "is the name of a value that every record has"
-            raise ConfigError(
-                at=f"loss, {taken[0]!r}",
-                problem=problem,
-                have=sorted(more),
-                fix="Give it another name.",
-            )
+        _check_names(more, RECORDED)
         self.knows_nll = "nll" in more
         return LossOutput(total, count, more.pop("nll", jnp.full((), jnp.nan)), more)
+
+
+def _check_names(given: Collection[str], recorded: frozenset[str]) -> None:
+    """Checks that no further value of a loss has the name of one that every record has."""
+    if taken := sorted(recorded.intersection(given)):
+        raise ConfigError(
+            at=f"loss, {taken[0]!r}",
+            problem="is the name of a value that every record has",
+            have=sorted(given),
+            fix="Give it another name.",
+        )
 
 
 def num_targets(batch: Batch) -> Int[Array, ""]:
