@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import laws
@@ -23,13 +23,13 @@ from easypipe import (
     SaveStageConfig,
     load_tokenizer,
 )
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_BREAK, SEGMENT_IDS
 from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.engine import PromptEngine
 from easypipe.transforms.prompt.config import PromptConfig
-from easypipe.transforms.tokenizer.lengths import LengthPolicy
+from easypipe.transforms.tokenizer.lengths import LengthPolicy, Lengths
 from pipelines import jsonl
 from strategies import examples
 
@@ -95,9 +95,13 @@ def tokenized(
     [(PLAIN, rows()), (TALK, talks()), (SHARED, talks()), (SHARED_TEXT, rows())],
     ids=["columns", "messages", "shared messages", "shared text"],
 )
-def test_a_document_is_both_answers_as_the_engine_writes_them(tmp_path, prompt, data):
-    batch = tokenized(tmp_path, data, prompt).read(0, 0, len(data))
-    engine = PromptEngine(chat_tokenizer(), prompt)
+@pytest.mark.parametrize("length", [None, LengthPolicy(policy="keep_end")])
+def test_a_document_is_both_answers_as_the_engine_writes_them(tmp_path, prompt, data, length):
+    most = {"tokenizer_kwargs": {"max_length": 14}} if length is not None else {}
+    source = tokenized(tmp_path, data, prompt, length=length, **most)
+    batch = source.read(0, 0, len(data))
+    engine = PromptEngine(source.tokenizer, prompt, length=length)
+    laws.assert_conserved(source.materialize().ledger)
     for row, ids, mask in zip(
         data, batch.column(INPUT_IDS).to_pylist(), batch.column(LOSS_MASK).to_pylist(), strict=True
     ):
@@ -205,6 +209,68 @@ def test_lengths_hold_for_each_answer_and_leave_out_pairs(tmp_path):
         alone.encoded,
         alone.truncated,
     )
+
+
+@examples(40)
+@given(data=st.data())
+@pytest.mark.parametrize(
+    ("prompt", "policy"),
+    [
+        *((PLAIN, name) for name in ("keep_end", "middle", "trim_prompt_first")),
+        *((SHARED_TEXT, name) for name in ("keep_end", "trim_prompt_first")),
+        *((TALK, name) for name in ("keep_end", "trim_oldest_turns")),
+        *((SHARED, name) for name in ("middle", "trim_oldest_turns", "trim_prompt_first")),
+    ],
+    ids=lambda one: one if isinstance(one, str) else one.train_on or one.format_type,
+)
+def test_both_answers_of_a_pair_keep_one_prompt(prompt, policy, data):
+    words = st.lists(st.sampled_from(["so", "it is.", "\u00fc", "hm, 4"]), min_size=1, max_size=30)
+    asked = [" ".join(one) for one in data.draw(st.lists(words, min_size=1, max_size=4))]
+    row: dict[str, Any] = {"prompt": f"{' '.join(asked)}:"}
+    row |= {side: " ".join(data.draw(words)) for side in ("chosen", "rejected")}
+    if prompt is SHARED_TEXT:
+        row |= {side: f"{row['prompt']} {row[side]}" for side in ("chosen", "rejected")}
+    elif prompt is not PLAIN:
+        talk = [
+            {"role": role, "content": f"{n} {text}"}
+            for n, text in enumerate(asked)
+            for role in ("user", "assistant")
+        ]
+        for side in ("chosen", "rejected"):
+            row[side] = [*talk[:-1], {"role": "assistant", "content": row[side]}]
+    most = data.draw(st.integers(30, 200))
+    kinds = [None] if policy == "trim_oldest_turns" else [None, "word"]
+    length = LengthPolicy(policy=policy, boundary=data.draw(st.sampled_from(kinds)))
+    assume(row["chosen"] != row["rejected"])
+    whole = PromptEngine(chat_tokenizer(), prompt).encode_pair(row)
+    try:
+        cut = PromptEngine(chat_tokenizer(), prompt, max_length=most, length=length)
+        pair = cut.encode_pair(row)
+    except SourceError:
+        return  # too long without its oldest turns, or no target is left
+    (before, sizes), (_, given) = (
+        (
+            [one[INPUT_IDS][: one[LOSS_MASK].argmax()].tolist() for one in both],
+            [len(one[INPUT_IDS]) for one in both],
+        )
+        for both in (pair, whole)
+    )
+    assert before[0] == before[1]
+    assert max(sizes) <= most
+    if max(given) <= most:
+        assert sizes == given
+    elif length.boundary is None and policy != "trim_oldest_turns":
+        assert max(sizes) == most
+
+
+def test_caches_of_pairs_with_two_prompts_are_not_read():
+    def identity(policy: Any, *, pairs: bool) -> Any:
+        tokenizer = load_tokenizer(chat_tokenizer()).with_length(30)
+        return Lengths(LengthPolicy(policy=policy), tokenizer, pairs=pairs).identity
+
+    for policy in ("keep_end", "middle", "trim_oldest_turns", "trim_prompt_first"):
+        assert identity(policy, pairs=True) != identity(policy, pairs=False)
+    assert identity("keep_start", pairs=True) == identity("keep_start", pairs=False)
 
 
 def test_packed_pairs_are_saved_and_loaded_again(tmp_path):

@@ -37,6 +37,7 @@ from easypipe import (
     PackStageConfig,
     Pipeline,
     PipelineConfig,
+    PromptConfig,
     SaveStageConfig,
     load_tokenizer,
 )
@@ -278,6 +279,30 @@ def test_rows_are_known_by_their_numbers_where_several_processes_render_them(
     )
     with pytest.raises(HostileTemplateError, match=r"row 2050, column 'messages': .*too much"):
         tokenized(tmp_path, rows, chat_template=hostile).read(0, 0, len(rows))
+
+
+@pytest.mark.parametrize("reasoning", ["keep", "per_turn"])
+def test_a_row_is_known_by_its_number_where_it_is_rendered_again_without_turns(
+    tmp_path: Path, reasoning: Any
+) -> None:
+    """The template is hostile only to what is left of the last row."""
+    hostile = "{% if messages[0].content == 'late' %}{{ lipsum() }}{% endif %}" + CHATML.replace(
+        "message['content']",
+        "(loop.last and message.thinking or '') + message['content']",
+    )
+    long = talk("early " * 90, "one", "late", "two")
+    rows = [{"messages": talk("a", "b", "c", "d")}, {"messages": long}]
+    for message in (one for row in rows for one in row["messages"][1::2]):
+        message["reasoning_content"] = "<think>So.</think>"
+    with pytest.raises(HostileTemplateError, match=r"row 1, column 'messages': .*lipsum"):
+        tokenized(
+            tmp_path,
+            rows,
+            content_field="text",
+            prompt=PromptConfig(template=hostile, reasoning=reasoning),
+            tokenizer_kwargs={"max_length": 120},
+            length=LengthPolicy(policy="trim_oldest_turns"),
+        ).materialize()
 
 
 def test_tools_reach_the_template(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ ledger.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -562,6 +563,15 @@ def test_policies_that_make_no_sense_are_refused(options: dict[str, Any], proble
             20,
             {"prompt": PAIR},
             "length.budgets.completion: no column of a prompt .have: prompt",
+        ),
+        *(
+            (
+                {"budgets": {"text": 3}},
+                20,
+                {"prompt": dataclasses.replace(PAIR, **{name: "text"})},
+                r"length.budgets.text: no column of a prompt .have: prompt\)",
+            )
+            for name in ("rejected_column", "desirable_column")
         ),
     ],
 )

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.cache.encoder import EncodedDocuments, documents_hash, token_documents
-from easypipe.cache.manifest import FORMAT, Counts, TokenizerIdentity, total
+from easypipe.cache.manifest import FORMAT, Counts, TokenizerIdentity
 from easypipe.cache.ranges import BLANK_TEXTS
 from easypipe.cache.reader import cache_schema
 from easypipe.core.aligned import DESIRABLE, AlignedColumn, flat_values
@@ -43,11 +43,10 @@ from easypipe.core.schema import (
     SEGMENT_IDS,
     TARGET_COLUMNS,
     is_json,
-    offsets_of,
     row_numbers,
     token_dtype,
 )
-from easypipe.core.values import Arguments, Bools, Int64, UInt8
+from easypipe.core.values import Arguments, Int64, UInt8
 from easypipe.loader.rows.stored import Block, decode
 from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig, check_text_answers
 from easypipe.stages.tokenize.engine import PromptEngine
@@ -479,47 +478,29 @@ def encode_pairs(
         encode: Encodes texts, given with an audit key.
     """
 
-    def both(wanted: Bools, audit_key: str | None) -> list[EncodedDocuments]:
-        half = np.arange(len(texts.rows)) % 2
-        sides = (np.flatnonzero(wanted & (half == side)) for side in (0, 1))
-        return [encode(texts.take(side), audit_key) for side in sides]
-
-    documents = both(np.ones(len(texts.rows), np.bool_), audit_key)
-    rejects = {reject.row: reject for side in reversed(documents) for reject in side.rejects}
+    made = encode(texts, audit_key)
+    rejects = {reject.row: reject for reject in reversed(made.rejects)}
     if rejects:  # the other halves of these pairs were counted and must not be
-        documents = both(~np.isin(texts.rows, list(rejects)), None)
-    return _joined(documents, tuple(rejects[row] for row in sorted(rejects)))
-
-
-def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) -> EncodedDocuments:
-    """Joins the two documents of every row into one; both sides have the same rows."""
-    chosen, rejected = (side.batch for side in documents)
-    lists = [
-        [batch.column(name) for batch in (chosen, rejected)] for name in (INPUT_IDS, LOSS_MASK)
-    ]
-    starts = [np.asarray(column.offsets.to_numpy(), np.int64) for column in lists[0]]
-    sizes = [np.diff(edges) for edges in starts]
-    offsets = offsets_of(sizes[0] + sizes[1])
-    begins = [offsets[:-1], offsets[:-1] + sizes[0]]
-    merged = []
-    for sides in lists:
-        values = [side.values.to_numpy() for side in sides]
-        out = np.empty(int(offsets[-1]), values[0].dtype)
-        for value, begin, size, edges in zip(values, begins, sizes, starts, strict=True):
-            out[np.repeat(begin - edges[:-1], size) + np.arange(len(value))] = value
-        merged.append(out)
-    ids, mask = merged
+        good = ~np.isin(texts.rows, list(rejects))
+        made = encode(texts.take(np.flatnonzero(good)), None)
+    ids, masks = (made.batch.column(name) for name in (INPUT_IDS, LOSS_MASK))
+    edges = np.asarray(ids.offsets.to_numpy(), np.int64)
+    offsets, begins = edges[::2], [edges[:-1:2], edges[1::2]]
+    ids, mask = ids.values.to_numpy(), masks.values.to_numpy().copy()
     mask[begins[1]] = SEGMENT_BREAK
     # Packing must not add an EOS, because it would end only one of the two answers.
-    closed, rows = np.ones(chosen.num_rows, np.uint8), chosen.column(ROW_NUMBER).to_numpy()
-    batch = token_documents(chosen.schema, offsets, ids, closed, rows, mask)
+    rows = made.batch.column(ROW_NUMBER).to_numpy()[::2]
+    closed = np.ones(len(rows), np.uint8)
+    batch = token_documents(made.batch.schema, offsets, ids, closed, rows, mask)
+    sizes = [begins[1] - begins[0], offsets[1:] - begins[1]]
     counts = replace(
-        total(side.counts for side in documents),
-        docs=chosen.num_rows,
+        made.counts,
+        docs=len(rows),
         trained=int((mask == 1).sum()),
+        lengths={of: count for of, count in made.counts.lengths.items() if of != "pieces"},
         equal_pairs=equal_documents(ids, begins, sizes) or None,
     )
-    return EncodedDocuments(batch, counts, rejects)
+    return EncodedDocuments(batch, counts, tuple(rejects[row] for row in sorted(rejects)))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,11 @@ from easypipe.core.errors import ConfigError, SourceError, moved, require, requi
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.stages.tokenize.text_rows import texts_of
 from easypipe.stages.tokenize.token_rows import encode_texts
-from easypipe.transforms.chat.render import ChatTemplate, load_chat_template
+from easypipe.transforms.chat.render import (
+    ChatTemplate,
+    HostileTemplateError,
+    load_chat_template,
+)
 from easypipe.transforms.chat.sandbox import Row
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt.config import CHAT_FORMATS, PromptConfig
@@ -75,7 +79,8 @@ class PromptEngine:
         self.config = config or PromptConfig()
         if max_length is not None:
             self.tokenizer = self.tokenizer.with_length(max_length)
-        self.lengths = None if length is None else Lengths(length, self.tokenizer)
+        pairs = self.config.rejected_column is not None
+        self.lengths = None if length is None else Lengths(length, self.tokenizer, pairs=pairs)
         self.format = _format(self.config, self.tokenizer, self.lengths)
 
     @property
@@ -96,11 +101,8 @@ class PromptEngine:
             HostileTemplateError: A template exceeded its limits.
         """
         self._require_columns(row)
-        found, *more = (
-            self.render_turns([row])[0]
-            if self.config.reasoning == "per_turn"
-            else self.render_rows(self._with_shared([row]))
-        )
+        written, _ = self.written([row], [0], None)
+        found, *more = written[:1] if self.config.rejected_column is not None else written
         if more:
             found = Refused(
                 "split", f"it becomes {len(more) + 1} samples, which only a Pipeline can make"
@@ -179,9 +181,14 @@ class PromptEngine:
         """Returns for each row of a pair the texts of the preferred and the other answer."""
         answer, rejected = str(self.config.answer), str(self.config.rejected_column)
         rows = self._with_shared(rows)
-        other = self.render_rows([{**row, answer: row[rejected], PREFERRED: row} for row in rows])
+        others = [{**row, answer: row[rejected], PREFERRED: row} for row in rows]
+        try:
+            found = self.render_rows([*rows, *others])
+        except HostileTemplateError as error:
+            error.row %= len(rows)
+            raise
         pairs: list[tuple[Rendered, Rendered] | Refused] = []
-        for better, worse in zip(self.render_rows(rows), other, strict=True):
+        for better, worse in zip(found[: len(rows)], found[len(rows) :], strict=True):
             if isinstance(better, Rendered) and isinstance(worse, Rendered):
                 pairs.append((better, worse))
             elif isinstance(worse, Refused) and isinstance(better, Rendered):
@@ -236,7 +243,10 @@ class PromptEngine:
         Raises:
             EasypipeError: What `render` raises.
         """
-        return self._encoded(self.render(row))
+        if self.config.rejected_column is not None:
+            return self.encode_pair(row)[0]
+        (made,) = self._encoded([self.render(row)])
+        return made
 
     def encode_pair(self, row: Row) -> tuple[Sample, Sample]:
         """Encodes the preferred and the other answer, each as `encode` does.
@@ -254,13 +264,13 @@ class PromptEngine:
         (pair,) = self.render_pairs([row])
         if isinstance(pair, Refused):
             raise _no_sample(pair)
-        better, worse = (self._encoded(one) for one in pair)
+        better, worse = self._encoded(pair)
         return better, worse
 
-    def _encoded(self, found: Rendered) -> Sample:
-        """Encodes a rendered row; raises SourceError unless it becomes exactly one document."""
+    def _encoded(self, found: Sequence[Rendered]) -> list[Sample]:
+        """Encodes a rendered row; raises SourceError unless each text becomes one document."""
         plain = isinstance(self.format, TextFormat)
-        texts = texts_of([found], [0], plain=plain)
+        texts = texts_of(found, [0] * len(found), plain=plain)
         made = encode_texts(
             texts,
             self.tokenizer,
@@ -271,14 +281,15 @@ class PromptEngine:
         )
         if made.rejects:
             raise _no_sample(Refused(made.rejects[0].reason, made.rejects[0].detail))
-        if len(made.batch) > 1:
+        if len(made.batch) > len(found):
             detail = f"it becomes {len(made.batch)} documents, which only a Pipeline can make"
             raise _no_sample(Refused("split", detail))
         ids = made.batch.column(INPUT_IDS).values.to_numpy()
         mask = np.ones(len(ids), np.uint8)
         if LOSS_MASK in made.batch.schema.names:
             mask = made.batch.column(LOSS_MASK).values.to_numpy().copy()
-        return {INPUT_IDS: ids.astype(np.int32), LOSS_MASK: mask}
+        parts = itertools.pairwise(made.batch.column(INPUT_IDS).offsets.to_pylist())
+        return [{INPUT_IDS: ids[a:b].astype(np.int32), LOSS_MASK: mask[a:b]} for a, b in parts]
 
     def __repr__(self) -> str:
         return f"PromptEngine({self.tokenizer.name!r}, {self.config.format_type!r})"
@@ -349,24 +360,20 @@ def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
         "Use 'trim_prompt_first' or 'keep_end'.",
     )
     require(
-        policy.policy != "trim_prompt_first" or kind != "text",
+        policy.policy != "trim_prompt_first"
+        or kind != "text"
+        or config.rejected_column is not None,
         "length.policy",
         "a text has no prompt",
         "Use 'keep_start' or 'keep_end'.",
     )
+    answers = (config.label, config.rejected_column, config.desirable_column)
+    have = (
+        [] if kind in (*CHAT_FORMATS, "text") else [c for c in config.columns if c not in answers]
+    )
     for name in policy.budgets or {}:
-        if kind in (*CHAT_FORMATS, "text") or name not in config.columns or name == config.label:
-            have = (
-                []
-                if kind in (*CHAT_FORMATS, "text")
-                else [column for column in config.columns if column != config.label]
-            )
-            raise ConfigError(
-                at=f"length.budgets.{name}",
-                problem="no column of a prompt",
-                have=have,
-                fix="Leave it out.",
-            )
+        at = f"length.budgets.{name}"
+        require(name in have, at, "no column of a prompt", "Leave it out.", have)
 
 
 def _no_sample(why: Refused) -> SourceError:

@@ -76,6 +76,8 @@ def encode_texts(
     rejects = _rejected(texts, made, tokenizer) | failed
     kept = np.ones(len(texts.rows), np.bool_)
     kept[list(rejects)] = False
+    if lengths is not None and lengths.pairs:  # both answers are cut, or none
+        kept = kept.reshape(-1, 2).all(axis=1).repeat(2)
     refused = [rejects[i] for i in sorted(rejects)]
     sizes, strings, rows = np.diff(made.offsets)[kept], made.special[kept], texts.rows[kept]
     shaped = _shaped(texts, made.where(kept), np.flatnonzero(kept), lengths, raw=raw)

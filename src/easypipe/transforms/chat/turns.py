@@ -23,6 +23,7 @@ from easypipe.transforms.chat.render import ChatTemplate, HostileTemplateError
 from easypipe.transforms.chat.sandbox import Json, Message
 from easypipe.transforms.chat.sentinels import has_reasoning
 from easypipe.transforms.chat.spans import FLAG, OPEN, WEIGHT, Rendered, turns_to_train
+from easypipe.transforms.chat.stops import num_shared
 from easypipe.transforms.refused import TOO_LONG, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.masked import encode_masked
@@ -44,56 +45,72 @@ def trimmed(
     """Renders answers that are too long again, with as few turns left out as possible.
 
     The system prompt and the last turn of the assistant stay, with the question before it. A
-    conversation that is still too long is Refused. The answers were rendered from `asked`.
+    conversation that is still too long is Refused. The answers were rendered from `asked`. If they
+    are those of pairs (the preferred ones first, then the others), both answers of a pair lose the
+    same turns, which are at the beginning that they share.
 
     Returns:
         All answers; `Rendered.lost` says how many tokens were left out.
     """
     assert lengths.limit is not None
-    result = list(answers)
-    sizes = _sizes(answers, lengths.tokenizer)
-    over = np.flatnonzero(sizes > lengths.limit).tolist()
+    limit, half = lengths.limit, len(answers) // 2
+    result, sizes = list(answers), _sizes(answers, lengths.tokenizer)
+    alone = [(i,) for i in range(len(answers))]
+    groups = [(i, i + half) for i in range(half)] if lengths.pairs else alone
     requests = {i: row for i, row in enumerate(asked) if isinstance(row, Mapping)}
-    conversations = {i: requests[i]["messages"] for i in over}
-    starts = {
-        i: [
-            at
-            for at in _questions(conversation)
-            if at < len(conversation) - requests[i].get("answers", 0)
-        ]
-        for i, conversation in conversations.items()
-    }
-    for i in over:
+    starts: dict[tuple[int, ...], list[int]] = {}
+    for group in groups:
+        if min(sizes[list(group)]) and max(sizes[list(group)]) > limit:
+            starts[group] = _shared_questions([requests[i] for i in group])
+    for i in (i for group in starts for i in group if sizes[i] > limit):
         detail = (
             f"{sizes[i]} tokens; its system prompt and last turn alone are more than "
-            f"max_length {lengths.limit}"
+            f"max_length {limit}"
         )
         result[i] = Refused(TOO_LONG, detail)
     # How many turns are left out: more than low; high is known to be enough.
-    low, high = dict.fromkeys(over, 0), {i: len(starts[i]) for i in over}
-    tried = {i: high[i] for i in over if high[i]}  # first whether it can be enough at all
+    low, high = dict.fromkeys(starts, 0), {group: len(at) for group, at in starts.items()}
+    tried = {group: count for group, count in high.items() if count}  # can it be enough at all?
     while tried:
         fewer = [
-            {
-                **requests[i],
-                "messages": [*_system(conversations[i]), *conversations[i][starts[i][count - 1] :]],
-            }
-            for i, count in tried.items()
+            (i, _from(requests[i], starts[group][count - 1]))
+            for group, count in tried.items()
+            for i in group
         ]
-        made = template.render(fewer)
-        for (i, count), one, size in zip(
-            tried.items(), made, _sizes(made, lengths.tokenizer), strict=True
-        ):
-            if isinstance(one, Rendered) and size <= lengths.limit:
-                result[i], high[i] = one._replace(lost=int(sizes[i] - size)), count
-            else:
-                low[i] = count
+        made = _rendered(template, fewer)
+        new = dict(zip([i for i, _ in fewer], _sizes(made, lengths.tokenizer), strict=True))
+        texts = dict(zip(new, made, strict=True))
+        for group, count in tried.items():
+            if not all(0 < new[i] <= limit for i in group):
+                low[group] = count
+                continue
+            high[group] = count
+            for i in group:
+                if isinstance(one := texts[i], Rendered):
+                    result[i] = one._replace(lost=int(sizes[i] - new[i]))
         tried = {
-            i: (low[i] + high[i]) // 2
-            for i in tried
-            if isinstance(result[i], Rendered) and high[i] - low[i] > 1
+            group: (low[group] + high[group]) // 2
+            for group in tried
+            if high[group] - low[group] > 1
         }
     return result
+
+
+def _shared_questions(requests: Sequence[Request]) -> list[int]:
+    """Returns the questions of one prompt, or of two with the same beginning, that may be first."""
+    talks = [request["messages"] for request in requests]
+    found = [
+        {at for at in _questions(talk) if at < len(talk) - request.get("answers", 0)}
+        for talk, request in zip(talks, requests, strict=True)
+    ]
+    shared = num_shared(talks[0], talks[-1])
+    return sorted(at for at in set.intersection(*found) if at <= shared)
+
+
+def _from(request: Request, start: int) -> Request:
+    """Returns the conversation from message `start` on, after its system message."""
+    talk = request["messages"]
+    return {**request, "messages": [*_system(talk), *talk[start:]]}
 
 
 def by_turns(template: ChatTemplate, asked: Sequence[Asked | Refused]) -> list[list[Sample]]:

@@ -19,6 +19,7 @@ from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import (
     ENGINE_VERSION,
     ChatTemplate,
+    HostileTemplateError,
     answers_of,
     check_whole,
     is_jinja,
@@ -153,7 +154,12 @@ class ChatFormat:
         every = list(itertools.chain.from_iterable(found))
         answers = [answer for _, answer in every]
         if self._trim is not None:
-            answers = trimmed(self.template, [one for one, _ in every], answers, self._trim)
+            rows = [row for row, samples in enumerate(found) for _ in samples]
+            try:
+                answers = trimmed(self.template, [one for one, _ in every], answers, self._trim)
+            except HostileTemplateError as error:
+                error.row = rows[error.row]
+                raise
         each = iter(answers)
         return [[next(each) for _ in samples] for samples in found]
 

@@ -38,6 +38,9 @@ _ENDS: dict[str, re.Pattern[str]] = {
     "clause": re.compile(r"(?<=[,;:–—،؛])\s+|(?<=[，；：、])\s*"),
     "word": re.compile(r"\s+"),
 }
+# the ranges of content tokens of each document that is made from a text
+_Pieces = list[list[tuple[int, int]]]
+_CUT_PROMPTS = ("keep_end", "middle", "trim_oldest_turns", "trim_prompt_first")
 
 
 @config
@@ -101,13 +104,20 @@ class LengthPolicy:
 class Lengths:
     """A LengthPolicy together with the tokenizer whose tokens it counts.
 
+    Args:
+        policy: The policy.
+        tokenizer: The tokenizer.
+        pairs: Whether texts are the answers of pairs, two in turn. What the policy takes from the
+            beginning that both answers share, it takes from both.
+
     Raises:
         ConfigError: max_length is missing, or too small for the policy.
     """
 
-    def __init__(self, policy: LengthPolicy, tokenizer: Tokenizer) -> None:
+    def __init__(self, policy: LengthPolicy, tokenizer: Tokenizer, *, pairs: bool = False) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
+        self.pairs = pairs
         self.limit = length_limit(tokenizer.config)
         require(
             self.limit is not None or (policy.policy == "keep_start" and policy.budgets),
@@ -147,6 +157,7 @@ class Lengths:
             "lengths",
             3 if masked else 2 if self.policy.policy == "split" or self.policy.boundary else 1,
             self.policy,
+            *(["one prompt"] if self.pairs and self.policy.policy in _CUT_PROMPTS else []),
         ]
 
     def within(self, text: str, budget: int) -> tuple[str, int]:
@@ -185,9 +196,9 @@ class Shaped(NamedTuple):
         refused: The numbers of the texts that are too long.
         untrained: The numbers of the texts that have no target left; a piece without a target is
             not a document.
-        counts: For the ledger: texts over max_length under the name of the policy; `pieces`, how
-            many more documents than texts there are; `overlap`, tokens of texts that are in a
-            second document.
+        counts: For the ledger: texts (or pairs) over max_length under the name of the policy;
+            `pieces`, how many more documents than texts there are; `overlap`, tokens of texts that
+            are in a second document.
     """
 
     offsets: Int64
@@ -238,12 +249,16 @@ def shape(
         same, none = np.arange(count), np.zeros(count, np.bool_)
         return Shaped(offsets, ids, mask, same, made.added, none, 0, [], [], {})
     tail = len(lengths.tokenizer.surrounding[1]) if raw else 0
-    cut = {i: _cut_to_length(made, mask, text_of, lengths, i, tail) for i in over}
-    refused = [i for i in over if cut[i] is None]
-    untrained = [i for i in over if cut[i] == []]
+    pieces = {i: _pieces(made, text_of, lengths, i, tail) for i in over}
+    if lengths.pairs and lengths.policy.policy in _CUT_PROMPTS:
+        for first in {i - i % 2 for i in over}:
+            _cut_alike(made, lengths, pieces, first, tail)
+    cut = {i: _documents(made, mask, lengths, i, pieces[i], tail) for i in sorted(pieces)}
+    refused = [i for i in cut if cut[i] is None]
+    untrained = [i for i in cut if cut[i] == []]
     documents = [one for some in cut.values() for one in some or ()]
     origin, at = _taken(offsets, cut)
-    changed = np.flatnonzero((sizes > lengths.limit)[origin])
+    changed = np.flatnonzero(np.isin(origin, list(cut)))
     new_sizes, continued = sizes[origin], np.zeros(len(origin), np.bool_)
     new_sizes[changed] = [len(one.tokens) for one in documents]
     continued[changed] = [one.continued for one in documents]
@@ -259,7 +274,7 @@ def shape(
     gone = np.isin(np.repeat(np.arange(count), sizes), refused + untrained)
     sums = np.concatenate([[0], np.cumsum(special[at])])
     counts = {
-        lengths.policy.policy: len(over),
+        lengths.policy.policy: len({i // 2 for i in over}) if lengths.pairs else len(over),
         "pieces": len(origin) + len(refused) + len(untrained) - count,
         "overlap": int((uses[~special] - 1).clip(0).sum()),
     }
@@ -302,28 +317,63 @@ def _special(made: EncodedTexts) -> Bools:
     return special
 
 
-def _cut_to_length(
-    made: EncodedTexts,
-    mask: Mask | None,
-    text_of: Callable[[int], str],
-    lengths: Lengths,
-    i: int,
-    tail: int,
-) -> list[_Document] | None:
-    """Cuts text i, which is too long.
-
-    Returns:
-        Its documents that have a target; None if the text is refused.
-    """
+def _content(made: EncodedTexts, lengths: Lengths, i: int, tail: int) -> tuple[int, int]:
+    """Returns where the content of text i begins and ends among the tokens of all texts."""
     assert lengths.limit is not None
     first, stop = int(made.offsets[i]), int(made.offsets[i + 1])
-    tokenizer = lengths.tokenizer
     # a chat template may have written the BOS
-    bos = made.ids[first] == tokenizer.bos_token_id and lengths.limit - tail > 1
-    head = int(made.before[i]) or int(bos)
-    pieces = _pieces(made, text_of, lengths, i, head, tail)
+    bos = made.ids[first] == lengths.tokenizer.bos_token_id and lengths.limit - tail > 1
+    return first + (int(made.before[i]) or int(bos)), stop - tail
+
+
+def _cut_alike(
+    made: EncodedTexts, lengths: Lengths, pieces: dict[int, _Pieces], first: int, tail: int
+) -> None:
+    """Cuts what either answer of a pair loses of their prompt from both.
+
+    The prompt is what both begin with, up to the last turn that is trained on.
+
+    Args:
+        pieces: The pieces of the answers that are too long, which this changes.
+        first: The number of the preferred answer; that of the other one is the next.
+    """
+    pair = (first, first + 1)
+    if [] in map(pieces.get, pair):
+        return
+    assert made.mask is not None
+    (a, b), (c, d) = edges = [_content(made, lengths, i, tail) for i in pair]
+    size = min(b - a, d - c) - 1
+    parted = np.flatnonzero(made.ids[a : a + size] != made.ids[c : c + size])[:1].tolist()
+    shared = min([size, *parted])
+    stays = []
+    for i, (low, high) in zip(pair, edges, strict=True):
+        mask = made.mask[low:high]
+        turns = np.flatnonzero(mask[1:] > mask[:-1])[-1:] + 1
+        shared = min([shared, *turns.tolist()])
+        stays.append(np.zeros(high - low, np.bool_))
+        for start, stop in pieces[i][0] if i in pieces else [(low, high)]:
+            stays[-1][start - low : stop - low] = True
+    both = stays[0][:shared] & stays[1][:shared]
+    for i, (low, _), kept in zip(pair, edges, stays, strict=True):
+        kept[:shared] = both
+        if i in pieces or not kept.all():
+            ends = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]])))
+            pieces[i] = [[(int(x), int(y)) for x, y in (ends + low).reshape(-1, 2)]]
+
+
+def _documents(
+    made: EncodedTexts, mask: Mask | None, lengths: Lengths, i: int, pieces: _Pieces, tail: int
+) -> list[_Document] | None:
+    """Makes the documents of text i from its pieces.
+
+    Returns:
+        Those that have a target; None if the text is refused.
+    """
     if not pieces:
         return None
+    first, stop = int(made.offsets[i]), int(made.offsets[i + 1])
+    head = _content(made, lengths, i, tail)[0] - first
+    tokenizer = lengths.tokenizer
     found: list[_Document] = []
     end = first  # the position up to which documents have the text
     for number, keep in enumerate(pieces):
@@ -341,13 +391,8 @@ def _cut_to_length(
 
 
 def _pieces(
-    made: EncodedTexts,
-    text_of: Callable[[int], str],
-    lengths: Lengths,
-    i: int,
-    head: int,
-    tail: int,
-) -> list[list[tuple[int, int]]]:
+    made: EncodedTexts, text_of: Callable[[int], str], lengths: Lengths, i: int, tail: int
+) -> _Pieces:
     """Returns, for each document that is made from text i, its ranges of content tokens.
 
     Text i is too long. The list is empty if the policy refuses it.
@@ -356,8 +401,8 @@ def _pieces(
     policy = lengths.policy
     if policy.policy in ("error", "drop", "trim_oldest_turns"):
         return []
-    low, high = int(made.offsets[i]) + head, int(made.offsets[i + 1]) - tail
-    room = lengths.limit - head - tail
+    low, high = _content(made, lengths, i, tail)
+    room = lengths.limit - (low - int(made.offsets[i])) - tail
     edges = _edges(made, text_of, lengths, i)
     if policy.policy == "keep_end":
         return [[(edges.after(high - room, high - max(1, room // 2)), high)]]
