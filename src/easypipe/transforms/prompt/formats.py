@@ -154,11 +154,11 @@ class ChatFormat:
         every = list(itertools.chain.from_iterable(found))
         answers = [answer for _, answer in every]
         if self._trim is not None:
-            rows = [row for row, samples in enumerate(found) for _ in samples]
+            owners = [row for row, samples in enumerate(found) for _ in samples]
             try:
                 answers = trimmed(self.template, [one for one, _ in every], answers, self._trim)
             except HostileTemplateError as error:
-                error.row = rows[error.row]
+                error.row = owners[error.row]
                 raise
         each = iter(answers)
         return [[next(each) for _ in samples] for samples in found]
