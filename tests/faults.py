@@ -422,7 +422,7 @@ FAULTS = [
     fault("what the model writes is looked for behind any header", "transforms/chat/aligned.py", "tests/transforms/test_chat.py -k another_header",
           "if gap.endswith(stops.opening + lead)", "if gap.endswith(lead)"),
     fault("a pair is refused for its second answer", "stages/tokenize/encoders.py", "tests/stages/test_pair_rows.py -k lengths_hold",
-          "for side in reversed(documents) for reject in side.rejects", "for side in documents for reject in side.rejects"),
+          "for reject in reversed(made.rejects)", "for reject in made.rejects"),
     fault("tokens cut from rows that become no document are counted", "stages/tokenize/token_rows.py", "tests/transforms/test_lengths.py -k budgets_cut",
           "cut = np.where(np.isin(texts.rows, rows), texts.lost, 0)", "cut = texts.lost"),
     fault("EOS of one document closes the next", "stages/tokenize/token_rows.py", "tests/stages/test_tokenize.py -k closes_no_other",
@@ -1105,7 +1105,9 @@ FAULTS = [
     fault("windows of a schedule bear its shortest documents", "stages/mix/mixture.py", "tests/stages/test_mix_schedule.py -k longest_documents",
           "window_docs=min(window_docs(datasets, one, length)", "window_docs=max(window_docs(datasets, one, length)"),
     fault("an answer of a pair that is encoded alone has no prompt", "stages/tokenize/engine.py", "tests/stages/test_pair_rows.py -k as_the_engine",
-          "self.render_rows(self._with_shared([row]))", "self.render_rows([row])"),
+          "return self.encode_pair(row)[0]", "pass"),
+    fault("each answer of a pair has its prompt cut on its own", "transforms/tokenizer/lengths.py", "tests/stages/test_pair_rows.py -k one_prompt",
+          "kept[:shared] = both", "pass"),
     fault("Chat writes over row numbers", "transforms/columns/conversation.py", "tests/transforms/test_conversation.py",
           "into and into != ROW_NUMBER,", "into,"),
     fault("a few bytes are a Parquet file where they begin and end as one", "sources/formats/parquet.py", "tests/sources/test_bad_input.py -k truncated_parquet",
@@ -1474,7 +1476,7 @@ FAULTS = [
     fault("what Expand calls by its name is a column", "transforms/columns/functions.py", "tests/transforms/test_columns.py -k by_name",
           'isinstance(by, str) and ":" not in by', "isinstance(by, str)"),
     fault("all of a prompt is left out before an answer that asks first", "transforms/chat/turns.py", "tests/transforms/test_trl_shapes.py -k asks_first",
-          "if at < len(conversation) - requests", "if at <= len(conversation) - requests"),
+          "if at < len(talk) - request.get(", "if at <= len(talk) - request.get("),
 ]
 # fmt: on
 
