@@ -23,7 +23,7 @@ from easypipe.train.record import write_config, write_versions
 from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
 from pipelines import jsonl, tokenizer
-from train.runs import Tiny, numbers, settings
+from train.runs import Arithmetic, Tiny, numbers, settings
 
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 CACHE = MemoryCache(some_docs([9] * 90, vocab_size=32), vocab_size=32)
@@ -101,6 +101,12 @@ def test_a_refusal_names_every_key_that_differs_ready_to_paste_and_no_other(tmp_
         .resumed_from
         == 3
     )
+
+
+def test_the_state_of_another_kind_of_loader_is_refused(tmp_path):
+    trainer(tmp_path, loader(), steps=3).run()
+    with pytest.raises(StateError, match=r"Arithmetic: its states are a dict, .*Give the loader"):
+        trainer(tmp_path, Arithmetic(batch_size=4), steps=3).run()
 
 
 def test_changed_data_are_refused_unless_the_config_says_so(tmp_path):

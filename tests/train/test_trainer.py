@@ -465,6 +465,15 @@ def test_every_key_path_that_a_refusal_names_may_be_listed(copied, caplog):
     trainer(
         copied, **changed, resume_changes=("train.optimizer.groups.1.learning_rate_scale",)
     ).run()
+    # keys that only the checkpoint has
+    for schedule in ({"schedule": "polynomial", "power": 3.0}, {"schedule": "wsd"}, {}):
+        changed |= {"optimizer": {"learning_rate": 0.01, "warmup_steps": 2} | schedule}
+        changed["steps"] += 1
+        with pytest.raises(StateError) as error:
+            trainer(copied, **changed).run()
+        [pasted] = re.findall(r"resume_changes=\[(\S+)\]", str(error.value))
+        trainer(copied, **changed, resume_changes=tuple(pasted.split(","))).run()
+    assert "train.optimizer.cooldown_shape" in pasted
     with pytest.raises(
         ConfigError,
         match=r"'train\.optimizer\.learning_rat' is nothing .*Did you mean "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from easypipe.core.values import Json
 from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
 from easypipe.train.checkpoint.differences import differences, key_paths, listed
 from easypipe.train.checks import EpochStyle, JsonState, KnowingState
-from easypipe.train.config import TrainingConfig
+from easypipe.train.config import PreferenceConfig, TrainingConfig
 from easypipe.train.model.config import ClassifierConfig, ModelConfig
+from easypipe.train.optim.config import OptimizerConfig
 
 LOADER_PARTS = (
     "sources",
@@ -107,8 +109,22 @@ def _plain(holds: bool, at: str, problem: str) -> None:
 
 
 def loader_state(loader: BatchLoader, saved: Json) -> Any:
-    """Returns the saved state in the form that the loader's `restore` takes."""
-    return type(loader.state()).from_json(saved["text"]) if "text" in saved else saved["value"]
+    """Returns the saved state in the form that the loader's `restore` takes.
+
+    Raises:
+        StateError: It is that of another kind of loader.
+    """
+    if "text" not in saved:
+        return saved["value"]
+    own = loader.state()
+    if not isinstance(own, JsonState):
+        raise StateError(
+            at=f"loader {type(loader).__name__}",
+            problem=f"its states are a {type(own).__name__}, and the checkpoint has the text of "
+            "another kind of loader",
+            fix="Give the loader with which it was saved.",
+        )
+    return own.from_json(saved["text"])
 
 
 def changed_data(saved: Json, loader: BatchLoader | None) -> tuple[list[str], str]:
@@ -245,7 +261,10 @@ def check_changes(changes: Sequence[str], identity: Json) -> None:
     """
     of_train = (f"train.{key}" for key in (*MUST_MATCH, *IF_THERE))
     parts = {ENDED, *identity, *of_train, *(f"loader.{part}" for part in LOADER_PARTS)}
-    known = sorted(parts | {*key_paths(identity)})
+    # Of these sections a checkpoint may have keys that this run does not.
+    sections = ("optimizer", OptimizerConfig), ("preference", PreferenceConfig)
+    options = {f"train.{name}.{one.name}" for name, cls in sections for one in fields(cls)}
+    known = sorted(parts | options | {*key_paths(identity)})
     for key in changes:
         require(
             key in known,
