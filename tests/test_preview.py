@@ -411,8 +411,10 @@ def test_refusals(tmp_path: Path) -> None:
     for options in ({"n": 0}, {"first_rows": 0}):
         with pytest.raises(ConfigError, match="Give at least 1"):
             preview(config(tmp_path), **options)
-    with pytest.raises(ConfigError, match=r"datasets\[0\].content_feild: unknown key"):
-        preview({"datasets": [{"data_files": "x", "content_feild": "y"}]})
+    data = {"datasets": [{"data_files": "x", "content_feild": "y"}]}
+    for values, at in ((data, ""), ({"data": data}, r"data\.")):
+        with pytest.raises(ConfigError, match=rf"^{at}datasets\[0\].content_feild: unknown key"):
+            preview(values)
 
 
 class Page(HTMLParser):

@@ -561,6 +561,107 @@ def test_several_datasets_of_every_tool_end(tmp_path: Path) -> None:
         assert "data.mix.weights" in made.left["datasets, its rows"]
 
 
+THEIRS = {
+    "axolotl": {"base_model": "m", "datasets": [{"path": "o/a", "type": "chat_template"}]},
+    "trl": {"model_name_or_path": "m", "dataset_name": "o/a"},
+    "llamafactory": {"model_name_or_path": "m", "dataset": "a"},
+}
+UNSET = "not set"
+MIXTURE = {"datasets": [{"id": "o/a", "split": "train_sft"}], "test_split_size": 0.1}
+PEFT = {"use_peft": True}
+CACHED = {"precompute_ref_log_probs": True}
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "part", "becomes"),
+    [
+        ("trl", {"bf16": "auto"}, "model", {"dtype": "bfloat16"}),
+        ("trl", {"torch_dtype": "float32"}, "model", {"dtype": "float32"}),
+        ("trl", {"gradient_checkpointing": False}, "model", {"remat": "none"}),
+        ("trl", {"neftune_noise_alpha": 5}, "train", {"neftune_alpha": 5}),
+        ("trl", {"neftune_noise_alpha": 0}, "train", {"neftune_alpha": UNSET}),
+        ("trl", {"max_grad_norm": 0.0}, "train.optimizer", {"clip_norm": None}),
+        ("trl", {"deepspeed": "zero3.json"}, "train", {"mesh": "fsdp"}),
+        ("trl", {"deepspeed": False}, "train", {"mesh": UNSET}),
+        ("trl", {"save_strategy": "no"}, "train.checkpoint", {"every": None}),
+        ("trl", {"save_strategy": "steps", "save_steps": 7}, "train.checkpoint", {"every": 7}),
+        ("trl", {"eval_strategy": "steps", "eval_steps": 9}, "train", {"eval_every": 9}),
+        ("trl", {"eval_strategy": "steps"}, "train", {"eval_every": 500}),
+        ("trl", {"eval_steps": 9}, "train", {"eval_every": UNSET}),
+        ("axolotl", {"eval_steps": 9}, "train", {"eval_every": 9}),
+        ("trl", {"dataset_mixture": MIXTURE}, "eval", {"held_out": {"from": "data", "fraction": 0.1}}),
+        ("trl", {"dataset_mixture": MIXTURE}, "data.datasets", {"split": "train_sft"}),
+        ("trl", PEFT | {"lora_target_modules": "all-linear"}, "train.lora", {"targets": ["*"]}),
+        ("trl", PEFT | {"lora_target_modules": ["q_proj"]}, "train.lora", {"targets": ["query"]}),
+        ("trl", CACHED | {"loss_type": "ipo"}, "train.preference", {"reference": "cached"}),
+        ("trl", CACHED | {"loss_type": "kto"}, "train.preference", {"reference": UNSET}),
+        ("trl", {"loss_type": "ipo", "max_length": 512}, "data.pack", {"seq_length": 1024}),
+        ("trl", {"loss_type": "kto", "max_length": 512}, "data.pack", {"seq_length": 512}),
+        ("trl", {"max_length": 512}, "data.pack", {"seq_length": 512, "oversize": UNSET}),
+        ("trl", {"packing": False}, "data.pack", {"enabled": False}),
+        ("trl", {"packing_strategy": "wrapped"}, "data.pack", {"strategy": UNSET}),
+        ("trl", {"warmup_ratio": 0.1, "max_steps": 95}, "train.optimizer", {"warmup_steps": 10}),
+        ("axolotl", {"max_steps": 1000}, "train.optimizer", {"warmup_steps": 30}),
+        ("axolotl", {"max_steps": 9000}, "train.optimizer", {"warmup_steps": 100}),
+        ("axolotl", {"max_steps": 90, "warmup_ratio": 0}, "train.optimizer", {"warmup_steps": UNSET}),
+        ("axolotl", {"max_steps": 90}, "data.load", {"num_epochs": None}),
+        ("axolotl", {}, "data.load", {"num_epochs": 1}),
+        ("trl", {}, "data.load", {"num_epochs": 3, "batch_size": 8}),
+        ("trl", {"gradient_accumulation_steps": 4}, "data.load", {"batch_size": 32}),
+        ("llamafactory", {"mask_history": False}, "data.datasets", {"train_on": UNSET}),
+        ("llamafactory", {"train_on_prompt": True}, "data.datasets", {"train_on": "all"}),
+        ("llamafactory", {"finetuning_type": "lora", "lora_rank": 4}, "train.lora", {"alpha": 8}),
+        ("llamafactory", {"finetuning_type": "full", "lora_rank": 4}, "train", {"lora": UNSET}),
+        ("llamafactory", {"val_size": 0.1}, "eval.held_out", {"fraction": 0.1}),
+        ("llamafactory", {"val_size": 0}, "eval", {"held_out": UNSET}),
+    ],
+)  # fmt: skip
+def test_what_a_value_becomes(
+    tool: str, given: dict, part: str, becomes: dict, tmp_path: Path
+) -> None:
+    named = {"model_name_or_path": "m"} if "dataset_mixture" in given else THEIRS[tool]
+    made = imported(tool, tmp_path, **named, **given)
+    found = made.part(part)
+    [found] = found if isinstance(found, list) else [found]
+    assert {name: found.get(name, UNSET) for name in becomes} == becomes
+    from_dict(RunConfig, made.config)
+
+
+@pytest.mark.parametrize(
+    ("tool", "key", "value", "told"),
+    [
+        ("trl", "packing_strategy", "wrapped", ""),
+        ("trl", "packing_strategy", "bfd_split", ""),
+        ("trl", "packing_strategy", "worst_fit", "'worst_fit' is not known here"),
+        ("trl", "report_to", ["wandb", "comet"], "'comet' is not known here"),
+        ("trl", "report_to", "none", ""),
+        ("trl", "load_in_4bit", True, "quantized weights are not known here"),
+        ("trl", "load_in_4bit", False, ""),
+        ("trl", "fp16", True, "products are of bfloat16 or float32"),
+        ("trl", "torch_dtype", "float16", "products are of bfloat16 or float32"),
+        ("trl", "logging_steps", 0, "train.log_every counts from 1"),
+        ("trl", "max_steps", -1, ""),
+        ("trl", "logging_steps", 0.1, "0.1 is not a whole number"),
+        ("trl", "warmup_ratio", 0.1, "train.optimizer.warmup_steps counts steps"),
+        ("trl", "save_strategy", "epoch", "train.checkpoint.every counts steps"),
+        ("llamafactory", "val_size", 100, "eval.held_out.fraction is a share of the rows"),
+        ("llamafactory", "peft_config", {"name": "lora", "lora_dropout": 0.1}, "adapters have no"),
+        ("llamafactory", "peft_config", {"name": "lora", "lora_dropout": 0}, ""),
+        ("llamafactory", "peft_config", {"name": "oft"}, "is not known here: {name: lora} is"),
+        ("axolotl", "resume_from_checkpoint", False, "is off there, and here: a run goes on"),
+    ],
+)
+def test_what_is_told_of_a_value(
+    tool: str, key: str, value: object, told: str, tmp_path: Path
+) -> None:
+    """A value without a counterpart is told with its reason; any other is carried."""
+    made = imported(tool, tmp_path, **THEIRS[tool], **{key: value})
+    said = [why for name, why in made.left.items() if name.split(".")[0] == key]
+    assert len(said) == bool(told)
+    assert all(told in why for why in said)
+    assert said or key in made.carried or f"{key}.lora_dropout" in made.carried
+
+
 @pytest.mark.parametrize("value", [True, False])
 def test_llamafactory_s_thoughts(value: bool, tmp_path: Path) -> None:
     made = imported(

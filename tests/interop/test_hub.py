@@ -155,6 +155,9 @@ def test_a_push_that_stopped_goes_on(
 def test_another_state_replaces_the_shards_of_the_first(tmp_path: Path, hub: Hub) -> None:
     save(tmp_path)
     there = hub.repos[REPO].branches["main"]
+    there[HUB_CARD] += b"of the first"
+    save(tmp_path, "one", num_shards=1)
+    assert not there[HUB_CARD].endswith(b"of the first")
     there["notes.txt"] = b"mine"
     there[HUB_CARD] = b"# My own words"
     save(tmp_path, "other", num_shards=2)

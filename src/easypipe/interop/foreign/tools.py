@@ -164,14 +164,17 @@ def strategy_of_excess(key: Key) -> None:
 
 def strategy_of_packing(key: Key) -> None:
     """Converts TRL's packing strategies; two of them keep all of a text longer than a row."""
-    if key.value in ("bfd", "bfd_split"):
-        key.carry("data.pack.strategy: first_fit")
-    elif key.value == "wrapped" and key.given.get("packing"):
-        key.put("data.pack.strategy", "concat")
-    else:
+    if key.value not in ("bfd", "bfd_split", "wrapped"):
         key.unknown(": bfd, bfd_split and wrapped are")
-    if key.value != "bfd" and key.given.get("packing"):
-        key.made.dataset["length"] = dict(SPLIT)
+    elif not key.given.get("packing"):
+        key.carry("has no effect there: rows are not packed")
+    else:
+        if key.value == "wrapped":
+            key.put("data.pack.strategy", "concat")
+        else:
+            key.carry("data.pack.strategy: first_fit")
+        if key.value != "bfd":
+            key.made.dataset["length"] = dict(SPLIT)
 
 
 _COMPILED = needless("XLA compiles the whole step, and fuses it")
