@@ -578,15 +578,22 @@ def test_batches_of_single_conversations_are_masked_too(tmp_path: Path) -> None:
     assert trained == sum(sum(mask[1:]) for _, mask in documents(tokenized(tmp_path, rows)))
 
 
-@pytest.mark.parametrize("format", ["parquet", "arrow", "jsonl"])
-def test_saved_conversations_give_the_same_batches(tmp_path: Path, format: Any) -> None:
+@pytest.mark.parametrize(
+    ("format", "seq_length", "options"),
+    [("parquet", 200, {}), ("arrow", 200, {"tokenizer_kwargs": {"max_length": 30}}), ("jsonl", 60, {})],
+    ids=["whole", "cut by max_length", "cut between turns"],
+)  # fmt: skip
+def test_saved_conversations_give_the_same_batches(
+    tmp_path: Path, format: Any, seq_length: int, options: dict[str, Any]
+) -> None:
     rows = talks(20)
-    pack = PackStageConfig(seq_length=200, strategy="first_fit")
-    straight = batches(tmp_path / "cache", rows, pack=pack, chat_template=MARKED)
+    pack = PackStageConfig(seq_length=seq_length, strategy="first_fit")
+    straight = batches(tmp_path / "cache", rows, pack=pack, chat_template=MARKED, **options)
     save = SaveStageConfig(output_dir=tmp_path / "saved", format=format)
     config = PipelineConfig(
-        datasets=[dataset(rows, chat_template=MARKED)],
+        datasets=[dataset(rows, chat_template=MARKED, **options)],
         save=save,
+        pack=pack,
         seed=3,
         cache_dir=tmp_path / "cache",
     )

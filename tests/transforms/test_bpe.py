@@ -26,6 +26,10 @@ def test_a_trained_tokenizer_is_lossless_fast_and_reproducible(tmp_path: Path) -
         assert tokenizer.decode(encoded.ids) == text
 
 
+def test_the_least_vocabulary_that_the_error_names_is_bytes_alone(tmp_path: Path) -> None:
+    assert load_tokenizer(str(train_bpe(["abc"], 257, [], tmp_path))).vocab_size == 257
+
+
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,

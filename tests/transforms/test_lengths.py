@@ -30,6 +30,7 @@ from easypipe import (
     PromptConfig,
     PromptEngine,
     SourceError,
+    TokenizerConfig,
     load_tokenizer,
 )
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LABELS, LOSS_MASK, ROW_NUMBER, SEGMENT_IDS
@@ -213,14 +214,20 @@ def test_packing_ends_only_the_last_piece_of_a_document(
         pack=PackStageConfig(seq_length=64),
         load=LoadStageConfig(batch_size=1),
     )
-    batches = Pipeline.from_config(config).source().tokenize().mix().pack().load().build()
-    assert (
-        sum(
-            ((batch[INPUT_IDS] == source.tokenizer.eos_token_id) & (batch[SEGMENT_IDS] > 0)).sum()
-            for batch in batches
+    made = Pipeline.from_config(config).source().tokenize()
+    made.copy().save({"output_dir": tmp_path / "documents"}).build()
+    made.mix().save({"output_dir": tmp_path / "mixed"}).build()
+    again = [
+        dataclasses.replace(
+            config, datasets=[DatasetConfig(name="d", data_files=str(tmp_path / name))]
         )
-        == 2
-    )
+        for name in ("documents", "mixed")
+    ]
+    for one in (config, *again):
+        batches = Pipeline.from_config(one).source().tokenize().mix().pack().load().build()
+        eos = source.tokenizer.eos_token_id
+        ends = [(batch[INPUT_IDS] == eos) & (batch[SEGMENT_IDS] > 0) for batch in batches]
+        assert sum(int(one.sum()) for one in ends) == 2
 
 
 def test_the_tokenizers_own_eos_is_a_target_behind_the_last_piece_alone(tmp_path: Path) -> None:
@@ -239,6 +246,25 @@ def test_the_tokenizers_own_eos_is_a_target_behind_the_last_piece_alone(tmp_path
     assert all((ids[0], ids[-1]) == (before, after) for ids, _ in pieces)
     assert [mask[-1] for _, mask in pieces] == [0] * (len(pieces) - 1) + [1]
     assert all(all(mask[1:-1]) for _, mask in pieces)
+
+
+@pytest.mark.parametrize("train_on_eos", [None, "none"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_completion_that_ends_with_eos_is_as_one_that_does_not(
+    tmp_path: Path, own: bool, train_on_eos: Any
+) -> None:
+    """With a tokenizer that puts an EOS behind every text, and with one that puts none."""
+    prompt = PromptConfig(format_type="prompt_completion", train_on_eos=train_on_eos)
+    tokenizer = with_specials(tmp_path / "t") if own else chat_tokenizer()
+    for max_length in (None, *range(8, 14)):
+        engine = PromptEngine(tokenizer, prompt, max_length=max_length)
+        one, two = (
+            engine.encode({"prompt": "a b ", "completion": "the fox" + end})
+            for end in ("", "<|im_end|>")
+        )
+        assert one[INPUT_IDS].tolist() == two[INPUT_IDS].tolist()
+        assert one[LOSS_MASK].tolist() == two[LOSS_MASK].tolist()
+        assert max_length or one[LOSS_MASK][-1] == (train_on_eos is None)
 
 
 def test_the_default_is_what_max_length_always_did(tmp_path: Path) -> None:
@@ -446,6 +472,13 @@ def test_budgets_cut_columns_before_the_prompt_is_written(tmp_path: Path) -> Non
     ledger.check()
     assert ledger.find("lengths", "d", "documents").out == {"budgets": 1}
     assert ledger.find("tokenize", "d", "tokens").out["truncated"] > 20
+    # special strings that are ordinary text have more tokens
+    escaping = TokenizerConfig(
+        name_or_path=chat_tokenizer(), special_strings="escape", max_length=99
+    )
+    string = {"context": "<|im_end|>" * 12, "q": "?", "a": "One."}
+    cut = PromptEngine(escaping, prompt, length=LengthPolicy(budgets={"context": 12}))
+    assert cut.render(string).lost > 12
     # what was cut of a row that becomes no document is not in the books
     rows[1] |= {"context": "a", "a": "1"}
     counts = tokenized(tmp_path / "short", rows, policy, 20, prompt=prompt).materialize().manifest

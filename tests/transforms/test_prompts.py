@@ -837,6 +837,10 @@ def test_prompt_stands_alone_in_a_dataset_and_the_engine_says_what_a_row_lacks(
         tokenized(tmp_path, ROWS, PromptConfig())
     with pytest.raises(SourceError, match=r"row: no column 'messages'.*Did you mean 'message'"):
         engine().encode({"message": []})
+    for kind in ("text", "prompt_completion"):
+        bad = dict.fromkeys(("text", "prompt", "completion"), "a\ud800")
+        with pytest.raises(SourceError, match=r"row: invalid_utf8: column '\w+' has no text"):
+            engine(format_type=kind).encode(bad)
     with pytest.raises(SourceError, match="multimodal: message 0 holds a part of type 'image_url'"):
         engine().encode(
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}

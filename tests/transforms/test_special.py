@@ -164,6 +164,16 @@ def test_it_is_obeyed_before_max_length_cuts(tmp_path: Path) -> None:
     assert len(documents(source_of(tmp_path, rows, "allow", **short))) == 2
 
 
+@pytest.mark.parametrize("policy", ["allow", "escape"])
+def test_strings_of_a_text_in_pieces_are_counted_once(tmp_path: Path, policy: Any) -> None:
+    rows = [{"text": "a b c d e f g h " + special_strings(SMALL)[0]}, {"text": "short"}]
+    split: dict[str, Any] = {"tokenizer": {"max_length": 4}, "length": {"policy": "split"}}
+    source = source_of(tmp_path, rows, policy, **split)
+    assert len(documents(source)) > 3
+    entry = source.materialize().ledger.find("tokenize", "d", "special strings")
+    assert entry.into == {"in texts": 1}
+
+
 def test_streaming_gives_the_same_and_counts(tmp_path: Path) -> None:
     string = special_strings(SMALL)[0]
     path = tmp_path / "rows.jsonl"

@@ -12,6 +12,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Scan, Shard, ShardedSource, Source, by_row, scan
 from easypipe.core.schema import (
+    HAS_EOS,
     INPUT_IDS,
     LOSS_MASK,
     ROW_NUMBER,
@@ -24,29 +25,39 @@ from easypipe.core.schema import (
 class CachedDocuments(Source):
     """The documents of a token cache, with a shard for each token file.
 
-    Their columns are `input_ids`, `loss_mask` if there is one, aligned columns, and columns of the
-    rows of the source. The cache stores row numbers but not those columns: they are read from the
-    source, which must still exist and be unchanged.
+    Their columns are `input_ids`, `loss_mask` if there is one, aligned columns, `has_eos` if a text
+    may continue in another document, and columns of the rows of the source. The cache stores row
+    numbers but not those columns: they are read from the source, which must still exist and be
+    unchanged.
 
     Args:
         cache: The token cache.
         source: The source that was tokenized.
         columns: The columns of its rows.
+        continues: Whether a text may continue in another document, or have lost its end.
     """
 
     def __init__(
-        self, cache: TokenCache, source: ShardedSource, columns: Sequence[str] = ()
+        self,
+        cache: TokenCache,
+        source: ShardedSource,
+        columns: Sequence[str] = (),
+        *,
+        continues: bool = False,
     ) -> None:
         self._cache, self._source, self._columns = cache, source, list(columns)
         self._parts = [part for part in cache.manifest.parts if part.docs]
         self._tokens = [name for name in (INPUT_IDS, LOSS_MASK) if name in cache.schema.names]
         self._tokens += [column.name for column in cache.aligned]
+        self._tokens += [HAS_EOS] if continues else []
         kept = [source.schema.field(name) for name in self._columns]
         self.schema = pa.schema([*map(cache.schema.field, self._tokens), *kept])
-        self.fingerprint = cache.fingerprint
+        self.fingerprint = (
+            digest("with ends", cache.fingerprint) if continues else cache.fingerprint
+        )
         if columns:
             self.fingerprint = digest(
-                "tokens and columns", cache.fingerprint, source.fingerprint, self._columns
+                "tokens and columns", self.fingerprint, source.fingerprint, self._columns
             )
         self.shards = tuple(
             Shard(name=part.file, num_rows=part.docs, num_bytes=part.num_bytes)

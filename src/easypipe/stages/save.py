@@ -31,7 +31,7 @@ from easypipe.save.write_folder import Rows, SavedFolder, Target, write_folder
 from easypipe.stages.config import datasets_of
 from easypipe.stages.mix.mixture import planned_of
 from easypipe.stages.reports.ledger import ledger_of
-from easypipe.stages.tokenize.documents import is_documents, trained_turns
+from easypipe.stages.tokenize.documents import cached_of, is_documents, trained_turns
 
 log = logging.getLogger("easypipe")
 
@@ -193,7 +193,9 @@ def rows_of(target: Target, context: PipelineContext) -> Rows:
     )
     if is_documents(source):
         below = source.below if isinstance(source, Source) else None
-        rows = CachedDocuments(source.materialize(), below or source, info.extra_columns)
+        own, columns = cached_of(source), info.extra_columns
+        continues = own is not None and own.continues
+        rows = CachedDocuments(source.materialize(), below or source, columns, continues=continues)
     elif ROW_NUMBER in source.schema.names:
         rows = UnnumberedRows(source)
     fingerprint = rows.fingerprint if planned is None else planned.prepare().content()

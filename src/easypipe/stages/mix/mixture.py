@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import pyarrow as pa
 
 from easypipe.cache.reader import TokenCache
@@ -31,8 +32,8 @@ from easypipe.core.protocols import (
     TokenInfo,
     info_of,
 )
-from easypipe.core.schema import LOSS_MASK
-from easypipe.core.values import Int32, Int64, Json, Record
+from easypipe.core.schema import HAS_EOS, LOSS_MASK
+from easypipe.core.values import Int32, Int64, Json, Record, UInt8
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.aligned import joined_columns
 from easypipe.loader.rows.documents import Documents as Tokens
@@ -238,6 +239,13 @@ class Mixture:
             self._caches, dataset, docs, with_mask=self.has_loss_mask, aligned=self.aligned
         )
 
+    def has_eos(self, dataset: Int32, docs: Int64) -> UInt8:
+        """Returns for each document whether packing adds no EOS after it: UInt8[n]."""
+        found = np.zeros(len(docs), np.uint8)
+        for i, cache in enumerate(self._caches):
+            found[dataset == i] = cache.has_eos(docs[dataset == i])
+        return found
+
     def remember(self, plan: Plan) -> None:
         """Commits the checkpoints of a plan in the cache folder, for the next process."""
         known = plan.checkpoints()
@@ -379,7 +387,8 @@ class PlannedSource(Source):
 
         It prepares the rows.
         """
-        return digest(self.kind, self.plan().fingerprint, *self._ends())
+        ends = [HAS_EOS] if HAS_EOS in self.schema.names else []
+        return digest(self.kind, self.plan().fingerprint, *self._ends(), *ends)
 
     def _ends(self) -> list[int | str | None]:
         """Returns what a digest of rows needs in addition to the plan."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 from easypipe.cache.location import cache_folder
 from easypipe.core.errors import ConfigError, PlanError, moved
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, SourceInfo, Sources
-from easypipe.core.schema import INPUT_IDS, ORIGIN, token_dtype, token_list
+from easypipe.core.schema import HAS_EOS, INPUT_IDS, ORIGIN, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.order import OrderConfig
@@ -26,6 +26,7 @@ from easypipe.stages.mix.config import (
 from easypipe.stages.mix.mixture import Mixture, PlannedSource
 from easypipe.stages.mix.schedule import exact_points
 from easypipe.stages.tokenize.documents import (
+    cached_of,
     require_documents,
     same_kind,
     same_tokenizer,
@@ -109,8 +110,9 @@ class MixStage(BaseStage):
 class MixedShardedSource(PlannedSource):
     """The documents of a mixture in the order of their draws.
 
-    Its columns are `input_ids` as stored, and `__source__`, the dataset of the document. Opening it
-    reads nothing; `prepare()` counts its rows. An endless mixture has no row count.
+    Its columns are `input_ids` as stored, `has_eos` if a text may continue in another document, and
+    `__source__`, the dataset of the document. Opening it reads nothing; `prepare()` counts its
+    rows. An endless mixture has no row count.
     """
 
     kind = "mixed"
@@ -158,12 +160,18 @@ class MixedShardedSource(PlannedSource):
         return mixed
 
     @property
+    def _continues(self) -> bool:
+        parts = filter(None, map(cached_of, self.mixture.parts.values()))
+        return any(part.continues for part in parts)
+
+    @property
     def schema(self) -> pa.Schema:
         return pa.schema(
             [
                 pa.field(INPUT_IDS, token_list(self.mixture.vocab_size), nullable=False),
                 *self.mixture.mask_fields,
                 *(column.field for column in self.mixture.aligned),
+                *([pa.field(HAS_EOS, pa.uint8(), nullable=False)] if self._continues else []),
                 ORIGIN,
             ]
         )
@@ -187,6 +195,8 @@ class MixedShardedSource(PlannedSource):
         arrays += [
             column.lists(flat.offsets, flat.values[column.name]) for column in self.mixture.aligned
         ]
+        if self._continues:
+            arrays.append(pa.array(self.mixture.has_eos(pieces.dataset, pieces.doc)))
         arrays.append(
             pa.DictionaryArray.from_arrays(
                 pa.array(pieces.dataset), pa.array(list(self.mixture.parts), pa.string())

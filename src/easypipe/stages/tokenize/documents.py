@@ -36,7 +36,7 @@ from easypipe.core.protocols import (
     place_of,
     select,
 )
-from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.core.schema import HAS_EOS, INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.splits import PartialSource
 from easypipe.stages.config import datasets_of, tokenizer_config_of
 from easypipe.stages.source.config import TOKEN_COLUMNS
@@ -67,6 +67,8 @@ class EncodedSource(Source):
 
     source: ShardedSource
     writer: CacheWriter
+    # whether the text of a document may continue in another one, or may have lost its end
+    continues: bool
 
     @property
     def schema(self) -> pa.Schema:
@@ -154,6 +156,7 @@ class TokenizedShardedSource(EncodedSource):
         self.form: RowForm = form or TextColumn(content_field)
         self.form.require(source, dataset)
         self.keep, self.tokenizer, folder = tuple(keep), tokenizer, folder_of(cache_dir)
+        self.continues = self.form.continues
         columns = list(dict.fromkeys([*self.form.columns, *keep]))
         self.source = select(source, columns)
         self.encoder = TextEncoder(
@@ -194,6 +197,7 @@ class ImportedTokens(EncodedSource):
         self.source = source
         self._tokens = tokens
         self.encoder = TokenEncoder(source, tokens, aligned, name)
+        self.continues = HAS_EOS in self.encoder.columns
         self.writer = CacheWriter(
             source=source,
             encoder=self.encoder,

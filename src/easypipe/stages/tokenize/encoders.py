@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from easypipe.cache.encoder import EncodedDocuments, documents_hash, token_documents
 from easypipe.cache.manifest import FORMAT, Counts, TokenizerIdentity
@@ -35,6 +36,7 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.schema import (
     ATTENTION_MASK,
+    HAS_EOS,
     INPUT_IDS,
     LABELS,
     LOSS_MASK,
@@ -104,6 +106,8 @@ class TextColumn:
         self.columns, self.label = (content_field,), content_field
         self.lengths, self._blanks = lengths, blanks
         self.masked = lengths is not None and lengths.masks
+        # whether a text may become several documents
+        self.continues = lengths is not None and lengths.policy.policy == "split"
 
     def require(self, source: ShardedSource, dataset: str) -> None:
         """Raises SourceError if the source has no such column of text."""
@@ -141,8 +145,11 @@ class PromptRows:
     ) -> None:
         self.engine, self._template_at = engine, template_at
         # whether a room has an effect
-        self.splits = engine.splits and length_limit(engine.tokenizer.config) is None
+        limit = length_limit(engine.tokenizer.config)
+        self.splits = engine.splits and limit is None
         self.room = room if self.splits else None
+        # whether a text may become several documents, or lose its end
+        self.continues = self.room is not None or limit is not None
         format, rejected = engine.format, engine.config.rejected_column
         self.columns = (
             *engine.columns,
@@ -203,6 +210,7 @@ class PromptRows:
             *self._pair,
             *([] if format.kind == "text" or length is None else ["cut ends are open"]),
             *([] if self.room is None else [CUT_BY, 1, self.room]),
+            *(["one end"] if format.raw and tokenizer.surrounding[1] else []),
         )
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
@@ -537,7 +545,9 @@ class TokenEncoder:
     ) -> None:
         known = (INPUT_IDS, *TARGET_COLUMNS, ATTENTION_MASK)
         self._read = tuple(name for name in known if name in source.schema.names)
-        self.columns = (*self._read, *(column.name for column in aligned))
+        ends = HAS_EOS in source.schema.names and source.schema.field(HAS_EOS).type == pa.uint8()
+        self._ends = [HAS_EOS] if ends else []  # as easypipe saves it
+        self.columns = (*self._read, *self._ends, *(column.name for column in aligned))
         self._targets = [name for name in TARGET_COLUMNS if name in self.columns]
         self.masked = bool(self._targets)
         self.aligned, self._dataset = aligned, dataset
@@ -559,7 +569,7 @@ class TokenEncoder:
         version, tokens = MASKED_VERSION if self.masked else IMPORT_VERSION, self._tokens
         whose = (tokens.tokenizer_fingerprint, tokens.vocab_size, tokens.eos_token_id)
         masks = [name for name in self._targets if name not in (LOSS_MASK, LABELS)]
-        return digest("adopt", version, FORMAT, *whose, *masks, *self.aligned)
+        return digest("adopt", version, FORMAT, *whose, *masks, *self._ends, *self.aligned)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> ImportedRows:
         """Reads and checks rows `start` to `stop`.
@@ -580,6 +590,8 @@ class TokenEncoder:
         offsets = np.concatenate([[0], block.offsets[1:][full]]).astype(np.int64)
         ids = block.columns[INPUT_IDS].astype(token_dtype(self._tokens.vocab_size))
         ends = (ends_closed if self.masked else ends_with)(ids, offsets, self._tokens.eos_token_id)
+        for name in self._ends:
+            ends |= pc.fill_null(batch.column(name), 0).to_numpy()[full] != 0
         mask = block.columns[LOSS_MASK].astype(np.uint8) if self.masked else None
         dataset = f"dataset {self._dataset!r}"
         values = {

@@ -83,13 +83,13 @@ def encode_texts(
     shaped = _shaped(texts, made.where(kept), np.flatnonzero(kept), lengths, raw=raw)
     if lengths is not None:
         refused += _too_long(shaped, rows, sizes, lengths)
-    rows, strings, mask = rows[shaped.origin], strings[shaped.origin], shaped.mask
+    rows, mask, texts_made = rows[shaped.origin], shaped.mask, np.unique(shaped.origin)
     gone, counts = _cut_before(texts, rows)
     lost = shaped.truncated + gone
     both = shaped.counts, counts
     counts = {name: sum(one.get(name, 0) for one in both) for name in shaped.counts | counts}
     continued = shaped.continued | (False if texts.goes_on is None else texts.goes_on[kept])
-    found, special = int(strings.sum()), int(shaped.added.sum())
+    found, special = int(strings[texts_made].sum()), int(shaped.added.sum())
     escapes = tokenizer.special.policy == "escape"
     return EncodedDocuments(
         batch=_batch(shaped, rows, continued, tokenizer, plain=texts.spans is None),

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.core.values import Identity
+from easypipe.transforms.chat.render import is_unicode
 from easypipe.transforms.chat.sandbox import Json, Row
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN, Refused
@@ -153,12 +154,10 @@ def text_of(value: Json, name: str) -> str | Refused:
 
     Text stays unchanged, numbers are digits, and objects, lists and booleans are JSON.
     """
-    if isinstance(value, str):
-        return value
     if value is None:
         return Refused("null", f"column {name!r} has no text")
-    if isinstance(value, bytes):
-        return Refused("invalid_utf8", f"column {name!r} has no text")
     if isinstance(value, dict | list | bool):
-        return json.dumps(value, ensure_ascii=False, default=str)
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    if not is_unicode(value):
+        return Refused("invalid_utf8", f"column {name!r} has no text")
     return str(value)

@@ -328,7 +328,7 @@ class TemplateFormat:
         if more and self._bos:
             more.append("one BOS")
         if self._open:
-            more.append("no trained end")
+            more.append("no trained end, nor its own")
         if self.kind == "pairs":
             return ["all" if self._everything else "completion", *more]
         return [self._writer.identity, *more]

@@ -57,7 +57,7 @@ def train_bpe(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() == least:
+    if tokenizer.get_vocab_size() == least < vocab_size:
         raise TokenizerError(
             at=str(path),
             problem="no pair of bytes to merge: there is no text to learn from",

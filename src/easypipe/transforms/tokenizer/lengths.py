@@ -153,11 +153,13 @@ class Lengths:
         # Version 2: packing ends no document inside a text, and a boundary leaves at least one
         # token. Version 3: nor does the tokenizer's own EOS end one there.
         masked = self.masks and not self.policy.overlap
+        escapes = self.policy.budgets and self.tokenizer.special.policy == "escape"
         return [
             "lengths",
             3 if masked else 2 if self.policy.policy == "split" or self.policy.boundary else 1,
             self.policy,
             *(["one prompt"] if self.pairs and self.policy.policy in _CUT_PROMPTS else []),
+            *(["escaped budgets"] if escapes else []),
         ]
 
     def within(self, text: str, budget: int) -> tuple[str, int]:
@@ -166,17 +168,16 @@ class Lengths:
         Returns:
             (the text that stays, how many tokens it lost).
         """
-        ((ids, _, stops),) = self.tokenizer.encode_with_characters([text])
+        escaped = self.tokenizer.special.policy == "escape"
+        ((ids, _, stops),) = self.tokenizer.encode_with_characters([text], escaped=escaped)
         if len(ids) <= budget:
             return text, 0
         keep = _Edges.of(text, stops, self.policy.boundary).before(budget, budget // 2)
-        while (
-            keep
-            and len(
-                next(iter(self.tokenizer.encode_with_characters([text[: int(stops[keep - 1])]])))[0]
-            )
-            > budget
-        ):
+        while keep:
+            part = text[: int(stops[keep - 1])]
+            ((found, _, _),) = self.tokenizer.encode_with_characters([part], escaped=escaped)
+            if len(found) <= budget:
+                break
             keep -= 1  # the tokens of a part may differ from those of the whole text
         return (text[: int(stops[keep - 1])], len(ids) - keep) if keep else ("", len(ids))
 

@@ -61,11 +61,13 @@ def encode_masked(
         tokens, special = tokenizer.special.settle(texts, tokens, escaped)
     sizes, asked = tokens.sizes, np.asarray(ends, np.int64)
     front = ~_stands(before, tokens.offsets[:-1], tokens.ids, sizes)
-    room = front * len(before) + len(after)
+    room = front * len(before)
+    behind = ~_stands(after, tokens.offsets[1:] - len(after), tokens.ids, sizes)
+    if limit is not None:
+        behind |= sizes + room > limit  # a text that is cut loses its own end
+    room += behind * len(after)
     cut = _none(texts) if limit is None else np.maximum(0, sizes + room - limit)
-    if after:
-        behind = np.ones(len(texts), np.bool_)
-    else:
+    if not after:
         behind = _needs_end(tokenizer, tokens, asked) & (cut == 0)
         behind &= limit is None or sizes + room < limit
         if behind.any() and eos is None:
@@ -77,6 +79,10 @@ def encode_masked(
     suffix = after or ((eos,) if eos is not None else ())
     trained = (asked == TRAINED_END) & (cut == 0)
     tokens = tokens.shortened(cut).framed(before, suffix, front, behind, trained)
+    if raw and eos is not None and tokens.mask is not None:
+        last = tokens.offsets[1:] - 1
+        masked = (asked == MASKED_END) & _stands((eos,), last, tokens.ids, tokens.sizes)
+        tokens.mask[last[masked]] = 0  # also an EOS of the text itself
     return EncodedTexts(
         offsets=tokens.offsets,
         ids=tokens.ids,
