@@ -11,7 +11,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.aligned import DESIRABLE
+from easypipe.core.aligned import DESIRABLE, LOSS_WEIGHTS
 from easypipe.core.config import config, from_dict, to_dict
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import (
@@ -436,6 +436,12 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
         _check_teacher(run, f"{at}.datasets, {name!r}", info_of(source).aligned)
         paired = holds_pairs(source)
         preference = run.train.preference
+        require(
+            preference is None or LOSS_WEIGHTS not in info_of(source).aligned,
+            f"{at}.datasets, {name!r}",
+            f"has the column {LOSS_WEIGHTS!r}, which has no effect on preferences",
+            "Leave it out of aligned_columns.",
+        )
         if preference is not None and preference.loss in UNPAIRED:
             require(
                 DESIRABLE.name in info_of(source).aligned,

@@ -20,7 +20,7 @@ from easypipe import ModelConfig, RunConfig, Trainer, TrainingConfig
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError
 from easypipe.run import prepare, train
-from easypipe.train.config import PreferenceConfig
+from easypipe.train.config import LossConfig, PreferenceConfig
 from easypipe.train.losses.loss import RECORDED, logits_loss_sums, loss_sums
 from easypipe.train.losses.measures import Measures
 from easypipe.train.metrics.log import read_metrics
@@ -223,3 +223,6 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
             Trainer(model, settings(tmp_path, measure=(measure,)), Arithmetic())
     with pytest.raises(ConfigError, match=r"train\.measure: has no effect on a loss from Python"):
         Trainer(model, settings(tmp_path, measure=NAMES[2:]), Arithmetic(), loss=lambda *_: 0)
+    smoothed = settings(tmp_path, loss=LossConfig(label_smoothing=0.1))
+    with pytest.raises(ConfigError, match=r"train\.loss: has no effect on a loss from Python"):
+        Trainer(model, smoothed, Arithmetic(), loss=lambda *_: 0)

@@ -213,6 +213,20 @@ def test_what_does_not_go_together_is_refused(
         train(config(tmp_path, given, **dataset))
 
 
+def test_weights_of_tokens_are_refused_as_preferences_do_not_use_them(tmp_path: Path) -> None:
+    row = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "loss_weights": [1.0, 0.5, 0.5]}
+    (tmp_path / "weighed.jsonl").write_text(json.dumps(row | {"desirable": [1, 1, 1]}) + "\n")
+    values = to_dict(config(tmp_path, {"loss": "kto"}))
+    values["data"]["datasets"] = [
+        {
+            "data_files": str(tmp_path / "weighed.jsonl"),
+            "aligned_columns": ["loss_weights", "desirable"],
+        }
+    ]
+    with pytest.raises(ConfigError, match="'loss_weights', which has no effect on preferences"):
+        train(from_dict(RunConfig, values))
+
+
 def test_answers_that_are_judged_stay_whole(tmp_path: Path) -> None:
     values = to_dict(config(tmp_path, {"loss": "kto"}))
     values["data"]["pack"]["oversize"] = "split"

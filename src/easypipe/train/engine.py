@@ -35,7 +35,7 @@ from easypipe.train.checks import (
     resolve_steps,
     sources_of,
 )
-from easypipe.train.config import UNPAIRED, PreferenceConfig, TrainingConfig
+from easypipe.train.config import UNPAIRED, LossConfig, PreferenceConfig, TrainingConfig
 from easypipe.train.events import (
     Callback,
     Control,
@@ -262,9 +262,13 @@ class Engine:
                 "has no effect on a loss from Python, which measures its own",
                 "Leave it out.",
             )
-            for key in ("class_weights", "distill"):
+            for key, without in (
+                ("class_weights", None),
+                ("distill", None),
+                ("loss", LossConfig()),
+            ):
                 require(
-                    fields_of(config)[key] is None,
+                    fields_of(config)[key] == without,
                     f"train.{key}",
                     "has no effect on a loss from Python",
                     "Leave one of them out.",
