@@ -200,6 +200,46 @@ def test_rows_that_are_no_conversation_are_rejected_by_name(tmp_path: Path) -> N
     )
 
 
+def test_half_of_a_surrogate_pair_in_the_reason_is_set_aside(tmp_path: Path) -> None:
+    told = "{{ raise_exception('not from ' + messages[0].role) }}"
+    template = f"{{% if messages[0].role not in 'user' %}}{told}{{% endif %}}{CHATML}"
+    odd = '[{"role": "\\ud800", "content": "x"}]'
+    rows = [{"messages": value} for value in (odd, json.dumps(talk("a", "b")))]
+    source = tokenized(tmp_path, rows, on_error="quarantine", chat_template=template)
+    (line,) = source.materialize().quarantine.read_text().splitlines()
+    assert json.loads(line)["detail"] == "not from \ud800"
+
+
+def test_maps_are_objects_for_templates(tmp_path: Path) -> None:
+    """Parquet files of Spark have them; as lists of pairs they would be printed as such."""
+    kinds = {"name": pa.string(), "arguments": pa.map_(pa.string(), pa.string())}
+    call = pa.struct({"function": pa.struct(kinds)})
+    message = pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(call)})
+    calls = [{"function": {"name": "f", "arguments": {"city": "Bern"}}}]
+    row = {
+        "messages": [*talk("a", "b"), {"role": "assistant", "content": "", "tool_calls": calls}],
+        "chat_template_kwargs": {"mood": "kind"},
+    }
+    types = {"messages": pa.list_(message), "chat_template_kwargs": kinds["arguments"]}
+    pq.write_table(pa.Table.from_pylist([row], pa.schema(types)), tmp_path / "maps.parquet")
+    template = CHATML.replace(
+        "['content']", "['content'] + (message.tool_calls or [])|tojson + mood"
+    )
+    made = [
+        tokenized(tmp_path / str(i), data, chat_template=template, train_on="all")
+        for i, data in enumerate((str(tmp_path / "maps.parquet"), [row]))
+    ]
+    assert documents(made[0]) == documents(made[1])
+    table = pa.Table.from_pylist([{"f": {"city": "Bern"}}], pa.schema({"f": kinds["arguments"]}))
+    prompt = PromptConfig(format_type="custom", template="{{ f.city }}", input_columns=("f",))
+    pq.write_table(table, tmp_path / "custom.parquet")
+    found = tokenized(
+        tmp_path / "c", str(tmp_path / "custom.parquet"), content_field="text", prompt=prompt
+    )
+    ((ids, _),) = documents(found)
+    assert load_tokenizer(chat_tokenizer()).decode(ids).startswith("Bern")
+
+
 def test_a_bad_row_stops_where_errors_do_and_names_its_place(tmp_path: Path) -> None:
     path = jsonl(
         tmp_path / "rows.jsonl",

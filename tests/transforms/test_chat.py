@@ -5,6 +5,8 @@ proven or refused.
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -1044,6 +1046,19 @@ def test_a_worker_that_ended_leaves_its_place_to_another(monkeypatch: pytest.Mon
     second = chat_pool._take(must=False)
     assert second is not None
     second.close()
+
+
+def test_a_worker_that_the_system_ended_while_it_was_idle_is_replaced() -> None:
+    from easypipe.transforms.chat import pool as chat_pool
+
+    close_workers()
+    row = {"messages": talk("a", "b"), "tools": None}
+    one = template(CHATML, "assistant")
+    (first, *_) = one.render([row] * 9)
+    for worker in chat_pool._idle:
+        os.kill(worker._process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker._process.pid, os.WEXITED | os.WNOWAIT)
+    assert one.render([row]) == [first]
 
 
 def test_tool_use_templates_serve_rows_with_tools() -> None:

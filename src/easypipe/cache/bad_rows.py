@@ -113,7 +113,8 @@ def write_quarantine(
     path = folder.at("manifests", name)
     with (
         storage.commit_file(path, folder.options) as (temporary, stamp),
-        open(temporary, "w", encoding="utf-8") as out,
+        # half of a surrogate pair becomes the escape that JSON has for it
+        open(temporary, "w", encoding="utf-8", errors="backslashreplace") as out,
     ):
         for record in records:
             for reject in (each for each in record.rejects if not each.benign):

@@ -201,7 +201,7 @@ def _conversations(
     for shard, one in enumerate(source.source.shards):
         batch, rejects = scan(source.source, shard, 0, one.num_rows or 0)
         notes += [_note(reject, "cannot be read") for reject in rejects]
-        columns = [plain_of(batch.column(name)) for name in form.columns]
+        columns = [plain_of(batch.column(name), objects=True) for name in form.columns]
         rows = [dict(zip(form.columns, row, strict=True)) for row in zip(*columns, strict=True)]
         numbers = row_numbers(batch, 0).tolist()
         if config.rejected_column is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from easypipe.core.schema import (
     SEGMENT_BREAK,
     SEGMENT_IDS,
     TARGET_COLUMNS,
+    holds,
     is_json,
     row_numbers,
     token_dtype,
@@ -128,7 +129,7 @@ class PromptRows:
     """The form of rows that a PromptEngine renders: conversations, prompts, rows with a template.
 
     Args:
-        have: The columns of the source; the format reads some of them only if they exist.
+        have: The schema of the source; the format reads some columns only if they exist.
         room: The tokens of a packed row, to which conversations without their own length are cut
             between turns; None cuts none.
         template_at: The key path of the template, for errors.
@@ -139,7 +140,7 @@ class PromptRows:
     def __init__(
         self,
         engine: PromptEngine,
-        have: Sequence[str],
+        have: pa.Schema,
         room: int | None = None,
         template_at: str | None = None,
     ) -> None:
@@ -153,14 +154,16 @@ class PromptRows:
         format, rejected = engine.format, engine.config.rejected_column
         self.columns = (
             *engine.columns,
-            *(name for name in (*format.optional, *engine.verdicts) if name in have),
+            *(name for name in (*format.optional, *engine.verdicts) if name in have.names),
         )
+        kinds = [have.field(name).type for name in self.columns if name in have.names]
         self._pair = [] if rejected is None else ["rejected", rejected]
         self._pair += ["shared prompt"] if engine.config.shares_prompt else []
         shots = engine.config.few_shot
         self._pair += ["same examples"] if self._pair and shots and shots.count else []
         self.pairs, self.judged = rejected is not None, engine.config.desirable_column
         self._pair += [] if self.judged is None else ["desirable", self.judged]
+        self._pair += ["maps"] if any(holds(kind, pa.types.is_map) for kind in kinds) else []
         self.raw, self.lengths = format.raw, engine.lengths
         self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
 
@@ -227,7 +230,7 @@ class PromptRows:
         values = plain_of if chat else decoded_of
         for first in range(0, batch.num_rows, ROWS_AT_A_TIME):
             some = batch.slice(first, ROWS_AT_A_TIME)
-            columns = [values(some.column(name)) for name in self.columns]
+            columns = [values(some.column(name), objects=True) for name in self.columns]
             rows = [dict(zip(self.columns, row, strict=True)) for row in zip(*columns, strict=True)]
             here = numbers[first : first + len(rows)]
             try:
@@ -311,7 +314,7 @@ def form_of(
     if prompt.format_type == "text" and prompt.rejected_column is None:
         return TextColumn(prompt.inputs[0], engine.lengths, blanks=dataset.text_unit == "file")
     template_at = f"{at}.chat_template" if dataset.prompt is None else f"{inside}.template"
-    return PromptRows(engine, source.schema.names, room, template_at)
+    return PromptRows(engine, source.schema, room, template_at)
 
 
 def _prompt_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:

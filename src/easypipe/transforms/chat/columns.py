@@ -40,24 +40,27 @@ def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Json]:
     Keys that Arrow filled with nulls are left out of structs, except those in `keep` of the
     outermost.
     """
-    return [value_of(value, keep=keep) for value in plain_of(column)]
+    return [value_of(value, keep=keep) for value in plain_of(column, objects=True)]
 
 
-def plain_of(column: pa.Array) -> list[Json]:
-    """Returns the Python values of any column; bytes for text that is not UTF-8."""
+def plain_of(column: pa.Array, *, objects: bool = False) -> list[Json]:
+    """Returns the Python values of any column; bytes for text that is not UTF-8.
+
+    With `objects`, maps are dicts, as templates want them, else lists of pairs.
+    """
     return (
         strings_of(column)
         if is_text(column.type) or pa.types.is_null(column.type)
-        else column.to_pylist()
+        else column.to_pylist(maps_as_pydicts="lossy" if objects else None)
     )
 
 
-def decoded_of(column: pa.Array) -> list[Json]:
-    """Returns the Python values of any column; a column of JSON type is parsed."""
+def decoded_of(column: pa.Array, *, objects: bool = False) -> list[Json]:
+    """Does `plain_of`, and parses a column of JSON type."""
     return (
         [None if text is None else loaded(text) for text in strings_of(column)]
         if is_json(column.type)
-        else plain_of(column)
+        else plain_of(column, objects=objects)
     )
 
 

@@ -140,7 +140,8 @@ class _Worker:
         # imports sockets, so only processes that render pay for it
         from multiprocessing.connection import Pipe
 
-        # This file holds the number of the row that the worker works on.
+        # This file holds the number of the row that the worker works on; it is 0 until all rows of
+        # a request are read.
         self._number = tempfile.TemporaryFile(prefix="easypipe-chat-")  # noqa: SIM115
         package = str(Path(__file__).parents[3])
         known = {
@@ -162,6 +163,7 @@ class _Worker:
 
     def send(self, *frames: bytes) -> None:
         """Sends frames to a worker that has answered everything so far, and so is reading."""
+        os.pwrite(self._number.fileno(), bytes(8), 0)
         # the worker is gone, which `receive` will notice
         with contextlib.suppress(ConnectionError):
             for frame in frames:
@@ -199,6 +201,10 @@ class _Worker:
         row = int.from_bytes(os.pread(self._number.fileno(), 8, 0), "little")
         return Ended(why.get(code, f"its process ended with status {code}"), row)
 
+    def is_alive(self) -> bool:
+        """Whether the process runs; the system may end one that has nothing to do."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """Ends the process."""
         with _lock:
@@ -226,8 +232,11 @@ def _take(*, must: bool = True, start: bool = True) -> _Worker | None:
         cores = os.cpu_count() or 1
         if not must and (len(_alive) - len(_idle) >= cores or not (_idle or start)):
             return None
-        if _idle:
-            return _idle.pop()
+        idle = _idle.pop() if _idle else None
+    if idle is not None and idle.is_alive():
+        return idle
+    if idle is not None:
+        idle.close()
     worker = _Worker()
     with _lock:
         _alive.add(worker)

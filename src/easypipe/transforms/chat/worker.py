@@ -64,7 +64,6 @@ def main() -> None:
             write = writers[spec]
             # All rows at once, because the asking process reads nothing before.
             # a row of some hundred MB ends this process here, alone
-            os.pwrite(number_file, bytes(8), 0)
             rows = json.loads(connection.recv_bytes())
             answers: list[Sequence[Json]] = []
             held = 0

@@ -72,7 +72,7 @@ class Chat(ColumnTransform):
     @property
     def fingerprint(self) -> str:
         return digest(
-            "chat to text", self.template.fingerprint, self.messages, self.tools, self.into
+            "chat to text", 2, self.template.fingerprint, self.messages, self.tools, self.into
         )
 
     def columns(self, before: pa.Schema) -> pa.Schema:
