@@ -472,6 +472,9 @@ def test_budgets_cut_columns_before_the_prompt_is_written(tmp_path: Path) -> Non
     ledger.check()
     assert ledger.find("lengths", "d", "documents").out == {"budgets": 1}
     assert ledger.find("tokenize", "d", "tokens").out["truncated"] > 20
+    # a list is written as text
+    listed = {"context": ["one fox", "two foxes"] * 9, "q": "?", "a": "One."}
+    assert "two" not in engine.render(listed).text
     # special strings that are ordinary text have more tokens
     escaping = TokenizerConfig(
         name_or_path=chat_tokenizer(), special_strings="escape", max_length=99

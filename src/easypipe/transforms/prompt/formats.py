@@ -301,6 +301,7 @@ class TemplateFormat:
         self._everything = config.answer is None or config.train_on == "all"
         self._open = config.train_on_eos == "none"
         self._writer = _writer(config, names, everything=self._everything)
+        self._in_jinja = isinstance(self._writer, JinjaTemplate)
         self.columns = self._writer.columns
         self._system = (
             SYSTEM if config.format_type == "alpaca" and SYSTEM not in self.columns else None
@@ -385,9 +386,11 @@ class TemplateFormat:
             return row, 0
         changed, lost = dict(row), 0
         for name, budget in (self._lengths.policy.budgets or {}).items():
-            if isinstance(row[name], str):
+            # a template in Jinja may read the items of a list
+            text = row[name] if self._in_jinja else text_of(row[name], name)
+            if isinstance(text, str):
                 try:
-                    changed[name], gone = self._lengths.within(row[name], budget)
+                    changed[name], gone = self._lengths.within(text, budget)
                 except UnencodableError as error:
                     return row, Refused(REFUSED_BY_TOKENIZER, error.problem)
                 lost += gone

@@ -61,7 +61,8 @@ class LengthPolicy:
             of the length stays; otherwise at the end of the next smaller unit, or at any token if
             no word ends.
         budgets: The most tokens of single columns of a prompt (not the label): {"context": 512}.
-            Longer ones are cut at their end before the prompt is rendered.
+            Longer ones are cut at their end before the prompt is rendered; for a template in Jinja,
+            only those that hold text.
     """
 
     policy: Literal[
@@ -153,13 +154,12 @@ class Lengths:
         # Version 2: packing ends no document inside a text, and a boundary leaves at least one
         # token. Version 3: nor does the tokenizer's own EOS end one there.
         masked = self.masks and not self.policy.overlap
-        escapes = self.policy.budgets and self.tokenizer.special.policy == "escape"
         return [
             "lengths",
             3 if masked else 2 if self.policy.policy == "split" or self.policy.boundary else 1,
             self.policy,
             *(["one prompt"] if self.pairs and self.policy.policy in _CUT_PROMPTS else []),
-            *(["escaped budgets"] if escapes else []),
+            *(["budgets of all values"] if self.policy.budgets else []),
         ]
 
     def within(self, text: str, budget: int) -> tuple[str, int]:
