@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import importlib.metadata
@@ -21,7 +22,7 @@ import pytest
 
 import doctor_faults
 from disasters.jobs import write_inputs
-from easypipe import DatasetConfig, Pipeline
+from easypipe import DatasetConfig, Pipeline, TokenizeStageConfig
 from easypipe.cache.reader import TokenCache
 from easypipe.cli import main
 from easypipe.core import storage
@@ -307,6 +308,24 @@ def test_tokens_of_another_backend(project: Path, monkeypatch: pytest.MonkeyPatc
     finding = of_data(project, "tokens are the reference's")
     assert finding.state == "FAILED"
     assert "by the `tokenizers` library" in finding.says
+
+
+@pytest.mark.parametrize("where", ["default_tokenizer", "tokenize", "datasets", "kwargs"])
+def test_the_reference_encodes_wherever_the_tokenizer_is_named(project: Path, where: str) -> None:
+    data = RunConfig.load("train.yaml").data
+    name, own = data.default_tokenizer, {}
+    if where == "datasets":
+        own = {"tokenizer": name}
+    elif where == "kwargs":
+        own = {"tokenizer_kwargs": {"backend": "gigatoken"}}
+    data = dataclasses.replace(
+        data,
+        datasets=[dataclasses.replace(one, **own) for one in data.datasets],
+        default_tokenizer=None if where in ("tokenize", "datasets") else name,
+        tokenize=TokenizeStageConfig(default_tokenizer=name) if where == "tokenize" else None,
+    )
+    made = Sample(data, project / "sample", 200).by_reference().tokenized()
+    assert {source.tokenizer.backend.name for source in made.values()} == {"tokenizers"}
 
 
 def _not_synced(_: int) -> None:

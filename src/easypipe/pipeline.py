@@ -198,7 +198,12 @@ class Pipeline:
 
     def tokenize(self, config: TokenizeStageConfig | Settings | None = None) -> Self:
         """Tokenizes text with the tokenizer of the dataset, else of the stage or the pipeline."""
-        return self._add(TokenizeStage(self._choose(config, TokenizeStageConfig, "tokenize")))
+        chosen = self._choose(config, TokenizeStageConfig, "tokenize")
+        if chosen.default_tokenizer is not None:  # also of rows that are tokens already
+            self._context = dataclasses.replace(
+                self._context, config=dataclasses.replace(self._config, tokenize=chosen)
+            )
+        return self._add(TokenizeStage(chosen))
 
     def mix(self, config: MixStageConfig | Settings | None = None) -> Self:
         """Mixes all datasets into one, named "mixed"."""

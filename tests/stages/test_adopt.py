@@ -4,6 +4,7 @@ they say.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -25,6 +26,7 @@ from easypipe import (
     Pipeline,
     SourceError,
     TokenizerConfig,
+    TokenizeStageConfig,
 )
 from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK
 from easypipe.stages.tokenize.documents import require_documents
@@ -186,6 +188,20 @@ def test_tokens_that_nobody_claims(tmp_path: Path) -> None:
         Pipeline(
             config(tmp_path, datasets=[dataset], default_tokenizer=None)
         ).source().tokenize().pack(PACK)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_tokenizer_of_the_tokenize_stage_is_that_of_tokens_too(
+    tmp_path: Path, streaming: bool
+) -> None:
+    rows = [{INPUT_IDS: [1, 2]}] * 9
+    datasets = [DatasetConfig(name="x", data_files=rows)]
+    plain = config(tmp_path, datasets=datasets, default_tokenizer=None, streaming=streaming)
+    stage = TokenizeStageConfig(default_tokenizer=tokenizer())
+    for made, given in ((dataclasses.replace(plain, tokenize=stage), None), (plain, stage)):
+        chain = Pipeline(made).source().tokenize(given).pack(PACK)
+        batches = chain.load(LoadStageConfig(batch_size=1, num_epochs=1)).build()
+        assert next(iter(batches))[INPUT_IDS].tolist()[0][:2] == [1, 2]
 
 
 def test_saved_tokens_can_be_limited_and_their_type_is_not_another(tmp_path: Path) -> None:

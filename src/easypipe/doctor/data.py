@@ -32,7 +32,6 @@ from easypipe.loader.state import LoaderState
 from easypipe.pipeline import Pipeline
 from easypipe.previews.samples import looked_at
 from easypipe.stages.config import PipelineConfig
-from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 BATCHES = 6  # the number of batches that are checked
 STOPS = (0, 1, 2, 4)  # batches after which a loader is stopped, and another one continues
@@ -85,13 +84,12 @@ class Sample:
     def by_reference(self) -> Pipeline:
         """Returns the same rows, prepared with the `tokenizers` library only."""
         datasets = tuple(
-            dataclasses.replace(one, tokenizer=one.tokenizer and _reference(one.tokenizer))
+            dataclasses.replace(
+                one, tokenizer_kwargs={**(one.tokenizer_kwargs or {}), "backend": "tokenizers"}
+            )
             for one in self._config.datasets
         )
-        usual = self._config.default_tokenizer
-        changed = dataclasses.replace(
-            self._config, datasets=datasets, default_tokenizer=usual and _reference(usual)
-        )
+        changed = dataclasses.replace(self._config, datasets=datasets)
         return self._prepared("reference", changed)
 
     def _prepared(self, name: str, config: PipelineConfig) -> Pipeline:
@@ -253,8 +251,3 @@ def compare(first: Pipeline, second: Pipeline, how: str) -> str:
                 raise Failed(f"dataset {name}, {info.name}: another loss mask {how}")
         count += cache.num_docs
     return f"{count:,} documents"
-
-
-def _reference(tokenizer: TokenizerConfig | str) -> TokenizerConfig:
-    config = TokenizerConfig(name_or_path=tokenizer) if isinstance(tokenizer, str) else tokenizer
-    return dataclasses.replace(config, backend="tokenizers")

@@ -209,8 +209,9 @@ def settings_of(context: PipelineContext) -> PipelineConfig:
 
 def tokenizer_config_of(name: str, context: PipelineContext) -> TokenizerConfig | str | None:
     """Returns the tokenizer that the config names for a dataset: its own, else the default."""
-    own = datasets_of(context).get(name)
-    chosen = (own and own.tokenizer) or settings_of(context).default_tokenizer
+    own, settings = datasets_of(context).get(name), settings_of(context)
+    of_stage = settings.tokenize and settings.tokenize.default_tokenizer
+    chosen = (own and own.tokenizer) or of_stage or settings.default_tokenizer
     more = own and own.tokenizer_kwargs
     return with_options(chosen, more) if chosen is not None and more else chosen
 
