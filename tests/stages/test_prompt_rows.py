@@ -200,6 +200,17 @@ def test_rows_that_are_no_conversation_are_rejected_by_name(tmp_path: Path) -> N
     )
 
 
+def test_arguments_that_are_nested_too_deeply_end_no_worker(tmp_path: Path) -> None:
+    """Five rows in sequence that end their worker would blame the template."""
+    calls = [{"function": {"name": "f", "arguments": "deep"}}]
+    said = json.dumps([*talk("a"), {"role": "assistant", "content": "b", "tool_calls": calls}])
+    deep = said.replace('"deep"', "[" * 600 + "]" * 600)
+    rows = [{"messages": value} for value in (*[deep] * 6, json.dumps(talk("a", "b")))]
+    assert reasons(tokenized(tmp_path, rows, on_error="skip")) == dict.fromkeys(
+        range(6), "not_json"
+    )
+
+
 def test_half_of_a_surrogate_pair_in_the_reason_is_set_aside(tmp_path: Path) -> None:
     told = "{{ raise_exception('not from ' + messages[0].role) }}"
     template = f"{{% if messages[0].role not in 'user' %}}{told}{{% endif %}}{CHATML}"

@@ -42,6 +42,7 @@ from easypipe.transforms.refused import BEYOND_LIMITS, UNPRINTED_REASONING
 # processor time of one conversation; SIGPROF ends the process, even in the middle of a call into C
 CPU_SECONDS = 0.75
 MEMORY_BYTES = 1 << 30
+_TOO_DEEP = "not_json", "nested too deeply"
 MOST_KINDS = 256  # the most chat_template_kwargs whose ends of turns are remembered
 # after this many characters of text, answers are sent although there are more rows
 ANSWER_CHARACTERS = 1 << 20
@@ -101,7 +102,7 @@ class _Writer:
         except MemoryError:
             return BEYOND_LIMITS, NO_MEMORY
         except RecursionError:
-            return "not_json", "nested too deeply"
+            return _TOO_DEEP
 
     def answer(self, row: Message | Wrong) -> Sequence[Json]:
         """Returns the answer for a row: [text, spans, end], [reason, detail] or [detail]."""
@@ -115,6 +116,8 @@ class _Writer:
             return [BEYOND_LIMITS, str(error)]
         except MemoryError:
             return [BEYOND_LIMITS, NO_MEMORY]
+        except RecursionError:
+            return _TOO_DEEP
         except RenderError as error:
             wrong = wrong_calls(row["messages"], row["tools"]) if "messages" in row else None
             return ["not_a_message", wrong] if wrong else ["refused_by_template", str(error)]
