@@ -114,6 +114,15 @@ def test_other_versions_are_added_and_the_same_are_not(folder, tmp_path):
         (0, "0.1"),
         (8, version("jax")),
     ]
+    # the run goes back to before these versions
+    write_kept(path, [*read_kept(path), first | {"from_step": 12, "jax": "0.2"}])
+    write_versions(tmp_path, 10)
+    assert [one["from_step"] for one in read_kept(path)] == [0, 8]
+    write_versions(tmp_path, 4)
+    assert [(one["from_step"], one["jax"]) for one in read_kept(path)] == [
+        (0, "0.1"),
+        (4, version("jax")),
+    ]
 
 
 def test_whatever_has_a_say_in_the_numbers_begins_an_entry_of_versions(tmp_path):

@@ -90,6 +90,8 @@ def check_record(folder: str | Path) -> None:
 def write_versions(folder: Path, step: int) -> Json:
     """Adds the versions of this process to versions.json, unless they are those of the last entry.
 
+    Entries of that and later steps are dropped, because the run went back to before them.
+
     Args:
         folder: The run's folder.
         step: The step from which this process continues.
@@ -110,8 +112,11 @@ def write_versions(folder: Path, step: int) -> Json:
     }
     path = folder / VERSIONS
     known = _known(path)
-    if not known or known[-1] | {"from_step": 0} != here | {"from_step": 0}:
-        write_kept(path, [*known, {"from_step": step, **here}])
+    kept = [one for one in known if one["from_step"] < step]
+    if not kept or kept[-1] | {"from_step": 0} != here | {"from_step": 0}:
+        kept.append({"from_step": step, **here})
+    if kept != known:
+        write_kept(path, kept)
     return here
 
 
@@ -320,7 +325,7 @@ class _Restart(TypedDict):
 class _Version(TypedDict):
     """An entry of versions.json."""
 
-    from_step: object
+    from_step: int
 
 
 class _Drawn(TypedDict):
