@@ -42,6 +42,7 @@ from easypipe.train.model.config import ClassifierConfig
 from easypipe.train.model.harness import _sampling
 from easypipe.train.plan.topology import topology
 from easypipe.train.record import recorded_seed
+from easypipe.train.report.page import write_report
 from easypipe.transforms.chat.conversations import conversations_of
 from easypipe.transforms.chat.sandbox import Template
 from easypipe.transforms.columns.columns import Combine
@@ -137,6 +138,9 @@ REASONING = {"format_type": "chat", "reasoning": "per_turn", "train_on": "assist
 REFUSED: dict[str, Callable[[Path], Any]] = {
     r"val_split: 0\.1 of 3 rows leaves none to validate on\. Give another share\.": (
         lambda folder: UniversalDataModule([{"input_ids": [1]}] * 3, val_split=0.1)
+    ),
+    r"folders: names no run\. Give the train\.output_dir of a run\.": (
+        lambda folder: write_report([])
     ),
     r"buffer_size: -1 rows\. Give 0 to keep the order\.": (
         lambda folder: StreamingPreprocessedDataset([{}], engine(), buffer_size=-1)

@@ -371,6 +371,10 @@ def test_a_guard_judges_as_its_rules_say_also_where_it_was_saved_at_every_step(s
     [
         ({"on_nonfinite": "ignore"}, "on_nonfinite: "),
         ({"max_nonfinite": 0}, "max_nonfinite: 0 is too small. Give at least 1."),
+        (
+            {"max_nonfinite": 4, "on_nonfinite": "stop"},
+            "max_nonfinite: has no effect with on_nonfinite: stop",
+        ),
         ({"spikes": {"window": 1}}, "spikes.window: 1 is too small. Give at least 2."),
         ({"spikes": {"threshold": 0.0}}, "spikes.threshold: 0.0 is not a positive number"),
         ({"spikes": {"patience": 0}}, "spikes.patience: 0 is too small. Give at least 1."),

@@ -357,6 +357,12 @@ class TrainingConfig:
                 f"has no effect on preferences, which {why}",
                 "Leave it out.",
             )
+        require(
+            self.on_nonfinite == "skip" or not was_given(self, "max_nonfinite"),
+            "max_nonfinite",
+            "has no effect with on_nonfinite: stop, which ends the run at the first step",
+            "Leave one of them out.",
+        )
         if self.spikes is not None and self.on_nonfinite == "skip":
             patience, most = self.spikes.patience, self.max_nonfinite
             fits = patience <= most

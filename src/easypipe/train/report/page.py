@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError
+from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError, require
 from easypipe.core.pages import Section, commit_page, render, shown
 from easypipe.core.values import Json, JsonValue
 from easypipe.train.metrics.log import ROLLBACKS, SAMPLES, Record, read_metrics
@@ -51,9 +51,11 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | N
         out: The file to write; None: report.html in the first folder.
 
     Raises:
+        ConfigError: No folder is given.
         StateError: A folder holds no run, or a file of it cannot be read.
     """
     given = [folders] if isinstance(folders, str | Path) else folders
+    require(given, "folders", "names no run", "Give the train.output_dir of a run.")
     runs = [Path(os.path.expanduser(folder)) for folder in given]
     target = runs[0] / PAGE if out is None else Path(os.path.expanduser(out))
     commit_page(target, page(runs))
