@@ -336,6 +336,7 @@ def test_train_and_its_refusals(
     assert main(["train", str(path), "--samples", "1"]) == 0
     text = capsys.readouterr().out
     assert text.index("compiling: the first step") < text.index("trained 4 steps: loss")
+    assert "training continues" not in text
     assert "texts by the model, which begin as documents do:\n  » " in text
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
