@@ -317,7 +317,7 @@ def _named(part: str, given: PyTree) -> dict[str, jax.Array]:
     return arrays
 
 
-def _array(at: str, leaf: Any) -> jax.Array:
+def _array(at: str, leaf: PyTree) -> jax.Array:
     """Returns a number or NumPy array as JAX holds it.
 
     Raises:
