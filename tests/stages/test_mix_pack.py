@@ -273,6 +273,16 @@ def test_two_tokenizers_in_one_mixture(tmp_path: Path) -> None:
     assert mixture.mixture.vocab_size == sizes[0]
 
 
+def test_one_tokenizer_with_and_without_its_special_tokens_is_two(tmp_path: Path) -> None:
+    code, docs = two_datasets(tmp_path / "data")
+    datasets = [code, dataclasses.replace(docs, tokenizer_kwargs={"add_special_tokens": False})]
+    made = Pipeline(config(tmp_path, datasets=datasets)).source().tokenize()
+    with pytest.raises(
+        ConfigError, match=r"different tokenizers.* or another add_special_tokens\."
+    ):
+        made.mix()
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("strategy", ["greedy", "stream"])
 def test_documents_of_two_tokenizers_end_each_with_its_own_eos(

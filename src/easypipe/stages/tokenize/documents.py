@@ -421,6 +421,8 @@ def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
                 f"datasets {first[0]!r} and {name!r} have different tokenizers, "
                 f"{first[1].tokenizer!r} and {info.tokenizer!r}"
             )
+            if first[1].tokenizer == info.tokenizer:
+                problem += ", with other files or another add_special_tokens"
             require(
                 allow,
                 "mix",
