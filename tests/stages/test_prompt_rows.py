@@ -200,6 +200,32 @@ def test_rows_that_are_no_conversation_are_rejected_by_name(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize("first", [["system"], ["developer"], ["system", "developer"]])
+def test_what_the_developer_says_first_stays_as_what_the_system_says(
+    tmp_path: Path, first: list[str]
+) -> None:
+    said = [{"role": role, "content": f"of the {role}"} for role in first]
+    rows = [{"messages": [*said, *talk(*(f"{n} so so so" for n in range(10)))]}]
+    trim: dict[str, Any] = {"length": LengthPolicy(policy="trim_oldest_turns")}
+    config = PipelineConfig(
+        datasets=[dataset(rows, chat_template=CHATML)],
+        pack=PackStageConfig(seq_length=180),
+        seed=1,
+        cache_dir=tmp_path,
+    )
+    split = Pipeline.from_config(config).source().tokenize().get_data()["chat"]
+    cut = tokenized(
+        tmp_path, rows, chat_template=CHATML, tokenizer_kwargs={"max_length": 180}, **trim
+    )
+    assert (split.read(0, 0, 1).num_rows, cut.read(0, 0, 1).num_rows) > (1, 0)
+    whole = "".join(f"<|im_start|>{role}\nof the {role}<|im_end|>\n" for role in first)
+    for source in (split, cut):
+        for ids in source.read(0, 0, 1)[INPUT_IDS].to_pylist():
+            assert (
+                load_tokenizer(chat_tokenizer()).decode(ids).startswith(f"{whole}<|im_start|>user")
+            )
+
+
 def test_arguments_that_are_nested_too_deeply_end_no_worker(tmp_path: Path) -> None:
     """Five rows in sequence that end their worker would blame the template."""
     calls = [{"function": {"name": "f", "arguments": "deep"}}]

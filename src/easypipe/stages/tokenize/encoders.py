@@ -212,7 +212,7 @@ class PromptRows:
             *([] if self.lengths is None else [self.lengths.identity]),
             *self._pair,
             *([] if format.kind == "text" or length is None else ["cut ends are open"]),
-            *([] if self.room is None else [CUT_BY, 1, self.room]),
+            *([] if self.room is None else [CUT_BY, 2, self.room]),
             *(["one end"] if format.raw and tokenizer.surrounding[1] else []),
         )
 

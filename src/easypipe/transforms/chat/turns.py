@@ -271,12 +271,13 @@ class _Cut:
         self._count = max(1, int(np.count_nonzero(totals <= room)))
 
 
-_BEFORE = ("user", "system")  # the roles before a message that is not the first question
+_INSTRUCT = ("system", "developer")  # the roles of messages that say how to answer
+_BEFORE = ("user", *_INSTRUCT)  # the roles before a message that is not the first question
 
 
 def _system(messages: Sequence[Message]) -> Sequence[Message]:
-    """Returns the system message, or nothing."""
-    return messages[: int(messages[0]["role"] == "system")]
+    """Returns the messages of the system and the developer that a conversation begins with."""
+    return list(itertools.takewhile(lambda message: message["role"] in _INSTRUCT, messages))
 
 
 def _questions(messages: Sequence[Message]) -> list[int]:

@@ -152,11 +152,13 @@ class Lengths:
     def identity(self) -> Identity:
         """The policy's part of the encoding key, with a version."""
         # Version 2: packing ends no document inside a text, and a boundary leaves at least one
-        # token. Version 3: nor does the tokenizer's own EOS end one there.
+        # token; a developer's message stays as the system's. Version 3: nor does the tokenizer's
+        # own EOS end one there.
         masked = self.masks and not self.policy.overlap
+        second = self.policy.policy in ("split", "trim_oldest_turns") or self.policy.boundary
         return [
             "lengths",
-            3 if masked else 2 if self.policy.policy == "split" or self.policy.boundary else 1,
+            3 if masked else 2 if second else 1,
             self.policy,
             *(["one prompt"] if self.pairs and self.policy.policy in _CUT_PROMPTS else []),
             *(["budgets of all values"] if self.policy.budgets else []),
