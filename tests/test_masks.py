@@ -214,6 +214,7 @@ def test_options_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         ({"roles_to_train": ["user"], "train_on": "all"}, "roles_to_train: says whose turns"),
         ({"reasoning": "mask", "train_on": "all"}, "reasoning: 'mask' has no effect"),
         ({"train_on": "none"}, "train_on"),
+        ({"special_tokens": "<|end|>"}, r"special_tokens: wants a list, .* Write \['<|end|>'\]"),
     ],
 )
 def test_options_that_say_nothing_are_refused(options: dict[str, Any], told: str) -> None:

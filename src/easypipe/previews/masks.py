@@ -193,6 +193,8 @@ def masks(
         template_date=template_date,
         train_empty_thinking=None if train_empty_thinking else False,
     )
+    alone, fix = isinstance(special_tokens, str), f"Write [{special_tokens!r}]."
+    require(not alone, "special_tokens", f"wants a list, got {special_tokens!r} (str)", fix)
     template, tokenizer = _opened(source, chat_template, asked, special_tokens)
     if tokenizer is not None:
         turns_of(template, tokenizer)  # warns if nothing ends a turn
