@@ -142,8 +142,12 @@ BASES: list[Base] = [
     ),
     (
         HoldOut,
-        {"options": HELD, "names": ["a"]},
-        [("names", ["a", "b"])]
+        {
+            "options": HELD,
+            "names": ["a"],
+            "schema": pa.schema({"a": pa.string(), "b": pa.string()}),
+        },
+        [("names", ["a", "b"]), ("schema", pa.schema({"a": pa.json_()}))]
         + [
             ("options", dataclasses.replace(HELD, **{name: value}))
             for name, value in {"fraction": 0.4, "seed": 1, "held": True}.items()
