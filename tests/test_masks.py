@@ -103,6 +103,29 @@ def test_own_conversations_with_a_tokenizer(shared_data: Path) -> None:
     assert last.spans == two.spans[1:]
 
 
+def test_a_conversation_is_proven_or_not_whatever_came_before_it() -> None:
+    """Of a template that refuses three messages, and ends calls with two special tokens."""
+    template = (
+        "{% if messages|length == 3 %}{{ raise_exception('three') }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}<|endoftext|>{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
+    short: Any = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "z"},
+    ]
+    long = [{"role": "system", "content": "s"}, *short]
+    proven, alone, after = (
+        masks(template, talks)[-1].reason for talks in ([short], [long], [short, long])
+    )
+    assert proven is None
+    assert alone == after is not None
+
+
 THOUGHTS = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Hello.", "reasoning_content": "A greeting."},

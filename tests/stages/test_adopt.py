@@ -18,17 +18,19 @@ import pytest
 import laws
 from chat_support import chat_tokenizer
 from easypipe import (
+    BudgetError,
     ConfigError,
     DatasetConfig,
     Filter,
     LoadStageConfig,
     PackStageConfig,
     Pipeline,
+    PipelineConfig,
     SourceError,
     TokenizerConfig,
     TokenizeStageConfig,
 )
-from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK
+from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
 from easypipe.stages.tokenize.documents import require_documents
 from pipelines import config, tokenizer
 
@@ -148,6 +150,31 @@ def test_what_is_refused(tmp_path: Path, row: dict, message: str) -> None:
     rows = [{name: good[name] for name in row}, row]
     with pytest.raises(SourceError, match=message):
         pipeline(tmp_path, rows).pack(PACK).ledger()
+    skipping = pipeline(tmp_path, [*rows, rows[0]], on_error="skip").pack(PACK)
+    assert skipping.ledger().find("tokenize", "x", "rows").out == {"written": 2, "bad_tokens": 1}
+    laws.assert_conserved(skipping.ledger())
+    with pytest.raises(SourceError, match=message):  # not by the cache without that row
+        pipeline(tmp_path, [*rows, rows[0]]).pack(PACK).ledger()
+
+
+def test_columns_that_hold_no_tokens_are_refused_whatever_on_error_says(tmp_path: Path) -> None:
+    rows = [{INPUT_IDS: [1.5, 2.5]}]
+    with pytest.raises(SourceError, match="expected lists of integers, got"):
+        pipeline(tmp_path, rows, on_error="skip").pack(PACK).ledger()
+
+
+def test_bad_token_rows_are_quarantined_and_counted_against_the_budget(tmp_path: Path) -> None:
+    rows = [{INPUT_IDS: [n, 999 if n % 3 == 1 else 7]} for n in range(9)]
+    kept = pipeline(tmp_path, rows, on_error="quarantine").pack(PACK)
+    assert ids(kept.get_data()["x"]) == [row[INPUT_IDS] for row in rows if row[INPUT_IDS][1] == 7]
+    [file] = (tmp_path / "cache").rglob("*.quarantine.jsonl")
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["row"], one["reason"], one["raw"]) for one in told] == [
+        (n, "bad_tokens", f"[{n}, 999]") for n in (1, 4, 7)
+    ]
+    assert "token 999 is outside the vocabulary" in told[0]["detail"]
+    with pytest.raises(BudgetError, match=r"row 7, .* bad row number 3 \(bad_tokens: token 999"):
+        pipeline(tmp_path, rows, on_error="skip", max_bad_rows=2).pack(PACK).ledger()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -168,15 +195,16 @@ def test_a_bad_row_is_named_by_its_place_in_the_file_however_it_is_read(
     where = "row 7"
     if streaming and kind == "jsonl":
         where = f"line at byte {sum(map(len, lines[:7]))}"
+
+    def rows_of(made: PipelineConfig) -> int:
+        chain = Pipeline(made).source().transform(Filter(pc.field("n") > 2)).pack(PACK)
+        loader = chain.load(LoadStageConfig(batch_size=1, num_epochs=1)).build()
+        return sum(int(batch[SEGMENT_IDS].max()) for batch in loader)
+
     with pytest.raises(SourceError, match=rf"x\.{kind}, {where}, column '{next(iter(broken))}': "):
-        list(
-            Pipeline(made)
-            .source()
-            .transform(Filter(pc.field("n") > 2))
-            .pack(PACK)
-            .load(LoadStageConfig(batch_size=1, num_epochs=1))
-            .build()
-        )
+        rows_of(made)
+    skipping = dataclasses.replace(dataset, on_error="skip")
+    assert rows_of(dataclasses.replace(made, datasets=(skipping,))) == 5
 
 
 def test_tokens_that_nobody_claims(tmp_path: Path) -> None:

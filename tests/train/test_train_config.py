@@ -8,7 +8,7 @@ import pytest
 
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError
-from easypipe.train.config import LossConfig, OptimizerConfig, TrainingConfig
+from easypipe.train.config import LossConfig, OptimizerConfig, PreferenceConfig, TrainingConfig
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,27 @@ def test_a_configuration_survives_the_trip_through_plain_values():
         output_dir="out", steps=7, mesh={"fsdp": 2, "data": -1}, resume_changes=("train.steps",)
     )
     assert from_dict(TrainingConfig, to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        TrainingConfig(output_dir="run", on_nonfinite="stop"),
+        PreferenceConfig(loss="reward"),
+        PreferenceConfig(loss="orpo"),
+        PreferenceConfig(loss="kto"),
+        OptimizerConfig(name="muon"),
+        OptimizerConfig(schedule="wsd"),
+    ],
+    ids=repr,
+)
+def test_a_record_of_a_version_without_some_option_is_read(made):
+    """A run records every option, also those whose defaults have no effect on it."""
+    record = to_dict(made)
+    for name in record:
+        lacking = {other: value for other, value in record.items() if other != name}
+        if record[name] == getattr(type(made), name, None):  # only such options can have come later
+            assert from_dict(type(made), lacking) == made
 
 
 def test_options_are_what_runs():

@@ -137,13 +137,10 @@ class PreferenceConfig:
         effects = (
             ("label_smoothing", self.label_smoothing == 0 or self.loss in SMOOTHED),
             ("margin", self.margin is None or self.loss == "simpo"),
-            ("beta", self.loss != "reward" or not was_given(self, "beta")),
+            ("beta", self.beta == PreferenceConfig.beta or self.loss != "reward"),
             ("desirable_weight", self.desirable_weight == 1 or self.loss in UNPAIRED),
             ("undesirable_weight", self.undesirable_weight == 1 or self.loss in UNPAIRED),
-            (
-                "reference",
-                self.loss not in WITHOUT_REFERENCE or not was_given(self, "reference"),
-            ),
+            ("reference", self.reference == "initial" or self.loss not in WITHOUT_REFERENCE),
         )
         for key, has_effect in effects:
             require(has_effect, key, f"has no effect on the loss {self.loss}", "Leave it out.")
@@ -358,7 +355,7 @@ class TrainingConfig:
                 "Leave it out.",
             )
         require(
-            self.on_nonfinite == "skip" or not was_given(self, "max_nonfinite"),
+            self.max_nonfinite == TrainingConfig.max_nonfinite or self.on_nonfinite == "skip",
             "max_nonfinite",
             "has no effect with on_nonfinite: stop, which ends the run at the first step",
             "Leave one of them out.",

@@ -192,11 +192,13 @@ class ImportedTokens(EncodedSource):
         tokens: TokenInfo,
         folder: CacheFolder,
         aligned: tuple[AlignedColumn, ...] = (),
+        *,
+        tolerant: bool = False,
         **options: Unpack[WriterOptions],
     ) -> None:
         self.source = source
         self._tokens = tokens
-        self.encoder = TokenEncoder(source, tokens, aligned, name)
+        self.encoder = TokenEncoder(source, tokens, aligned, name, tolerant=tolerant)
         self.continues = HAS_EOS in self.encoder.columns
         self.writer = CacheWriter(
             source=source,
@@ -275,11 +277,12 @@ def require_documents(
     tokens = token_info(source) or _named_tokenizer(name, context)
     folder = cache_folder_of(name, own, source, context)
     aligned = aligned_columns(name, source, context)
-    # With "error" the source itself raises at a bad row; rows without tokens are not bad.
+    # With "error" reading raises at a bad row; rows without tokens are not bad.
     options: WriterOptions = {"progress": context.progress, "on_error": "skip"}
-    if own is not None and own.on_error != "error":
+    tolerant = own is not None and own.on_error != "error"
+    if own is not None and tolerant:
         options |= {"on_error": own.on_error, "max_bad_rows": own.max_bad_rows}
-    return ImportedTokens(name, source, tokens, folder, aligned, **options)
+    return ImportedTokens(name, source, tokens, folder, aligned, tolerant=tolerant, **options)
 
 
 def require_tokens(name: str, source: ShardedSource, stage: str) -> None:

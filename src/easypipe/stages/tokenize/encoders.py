@@ -29,6 +29,7 @@ from easypipe.core.protocols import (
     Reject,
     ShardedSource,
     TokenInfo,
+    by_row,
     left_out,
     place_of,
     scan,
@@ -49,7 +50,7 @@ from easypipe.core.schema import (
     row_numbers,
     token_dtype,
 )
-from easypipe.core.values import Arguments, Int64, UInt8
+from easypipe.core.values import Arguments, Array, Int64, UInt8
 from easypipe.loader.rows.stored import Block, decode
 from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig, check_text_answers
 from easypipe.stages.tokenize.engine import PromptEngine
@@ -535,6 +536,7 @@ class TokenEncoder:
     Args:
         aligned: The aligned columns.
         dataset: The name of the dataset, for errors.
+        tolerant: Whether bad rows are rejected, in place of an error.
     """
 
     label, pairs, backend = INPUT_IDS, False, ""
@@ -545,6 +547,8 @@ class TokenEncoder:
         tokens: TokenInfo,
         aligned: tuple[AlignedColumn, ...] = (),
         dataset: str = "",
+        *,
+        tolerant: bool = False,
     ) -> None:
         known = (INPUT_IDS, *TARGET_COLUMNS, ATTENTION_MASK)
         self._read = tuple(name for name in known if name in source.schema.names)
@@ -553,7 +557,7 @@ class TokenEncoder:
         self.columns = (*self._read, *self._ends, *(column.name for column in aligned))
         self._targets = [name for name in TARGET_COLUMNS if name in self.columns]
         self.masked = bool(self._targets)
-        self.aligned, self._dataset = aligned, dataset
+        self.aligned, self._dataset, self._tolerant = aligned, dataset, tolerant
         self._tokens = tokens
         self._schema = cache_schema(tokens.vocab_size, loss_mask=self.masked, aligned=aligned)
 
@@ -572,7 +576,8 @@ class TokenEncoder:
         version, tokens = MASKED_VERSION if self.masked else IMPORT_VERSION, self._tokens
         whose = (tokens.tokenizer_fingerprint, tokens.vocab_size, tokens.eos_token_id)
         masks = [name for name in self._targets if name not in (LOSS_MASK, LABELS)]
-        return digest("adopt", version, FORMAT, *whose, *masks, *self._ends, *self.aligned)
+        more = ["tolerant"] if self._tolerant else []
+        return digest("adopt", version, FORMAT, *whose, *masks, *self._ends, *self.aligned, *more)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> ImportedRows:
         """Reads and checks rows `start` to `stop`.
@@ -585,9 +590,33 @@ class TokenEncoder:
         batch, rejects = scan(source, shard, start, stop)
         rows, name = row_numbers(batch, start), source.shards[shard].name
         unit = "line at byte" if unit_of(source) == "bytes" else "row"
-        block = decode(batch, self._read, name, start, unit)
-        at = lambda i: place_of(source, shard, int(rows[i]))  # noqa: E731
-        self._check(block, at)
+
+        def decoded(batch: pa.RecordBatch) -> tuple[Block, dict[str, Array]]:
+            block = decode(batch, self._read, name, start, unit)
+            at = lambda i: place_of(source, shard, int(rows[i]))  # noqa: E731
+            self._check(block, at)
+            return block, {
+                one.name: flat_values(
+                    one,
+                    batch.column(one.name),
+                    block.offsets,
+                    lambda i: f"dataset {self._dataset!r}, {at(i)}",
+                )
+                for one in self.aligned
+            }
+
+        try:
+            block, values = decoded(batch)
+        except SourceError:
+            if not self._tolerant:
+                raise
+            bad = _bad_rows(batch, decoded)
+            keep = np.ones(len(rows), np.bool_)
+            keep[list(bad)] = False
+            refused = [Refused("bad_tokens", why).of_row(int(rows[i])) for i, why in bad.items()]
+            batch, rows = batch.filter(pa.array(keep)), rows[keep]
+            block, values = decoded(batch)
+            rejects = by_row((*rejects, *refused))
         full = np.diff(block.offsets) > 0
         # an empty row does not change the offset
         offsets = np.concatenate([[0], block.offsets[1:][full]]).astype(np.int64)
@@ -596,13 +625,6 @@ class TokenEncoder:
         for name in self._ends:
             ends |= pc.fill_null(batch.column(name), 0).to_numpy()[full] != 0
         mask = block.columns[LOSS_MASK].astype(np.uint8) if self.masked else None
-        dataset = f"dataset {self._dataset!r}"
-        values = {
-            one.name: flat_values(
-                one, batch.column(one.name), block.offsets, lambda i: f"{dataset}, {at(i)}"
-            )
-            for one in self.aligned
-        }
         lists = [one.lists(offsets, values[one.name]) for one in self.aligned]
         made = token_documents(self._schema, offsets, ids, ends, rows[full], mask, lists)
         told = {of: len(numbers) for of, numbers in values.items()} or None
@@ -638,3 +660,25 @@ class TokenEncoder:
                 problem="the row is padded",
                 fix="Save the tokens without padding: packing needs documents as they are.",
             )
+
+
+def _bad_rows(batch: pa.RecordBatch, decoded: Callable[[pa.RecordBatch], object]) -> dict[int, str]:
+    """Returns the rows at which `decoded` raises an error, and its problem, by bisection.
+
+    Raises:
+        SourceError: It does so without a row, because of the type of a column.
+    """
+    decoded(batch.slice(0, 0))
+    bad: dict[int, str] = {}
+    pending = [(0, batch.num_rows)]
+    while pending:
+        first, last = pending.pop()
+        try:
+            decoded(batch.slice(first, last - first))
+        except SourceError as error:
+            middle = (first + last) // 2
+            if last - first == 1:
+                bad[first] = error.problem
+            else:
+                pending += [(first, middle), (middle, last)]
+    return bad

@@ -27,7 +27,6 @@ from easypipe.transforms.chat.stops import OPENED_THOUGHT, Turns, num_shared
 if TYPE_CHECKING:
     from easypipe.core.values import JsonValue
 
-MOST_ENDS = 1000  # the most ends of tool calls that are remembered
 # a thought without a word in it
 _THOUGHT = r"(?:<(think|thinking|thought|reasoning)>\s*</\1>|\[THINK\]\s*\[/THINK\])\s*"
 _EMPTY_THOUGHT, _ENDS_IN_EMPTY_THOUGHT = re.compile(rf"\s*{_THOUGHT}"), re.compile(rf"{_THOUGHT}\Z")
@@ -308,9 +307,7 @@ class Aligned:
         whole = gap[: inside + len(stop.strip())] if inside >= 0 else ""
         # a special token; none before it could have opened another turn
         before = known.closing.sub("", whole[:inside])
-        if (last, whole) in known.known_ends or (
-            known.token.search(whole) is not None and known.token.search(before) is None
-        ):
+        if known.token.search(whole) is not None and known.token.search(before) is None:
             return len(whole)
         other = self._other_gap(i, [place.word for place in run])
         if other is None:  # a template may refuse half a conversation
@@ -319,8 +316,6 @@ class Aligned:
             # The end of a call differs from the end of words, but then the same token follows.
             whole = gap[: gap.find(closing[0]) + len(closing[0])] if closing[0] in gap else ""
         if whole and other.startswith(whole):
-            if len(known.known_ends) < MOST_ENDS:
-                known.known_ends.add((last, whole))
             return len(whole)
         end, longer = (gap.rstrip(), other) if last else (other.rstrip(), gap)
         if not end.strip() or not longer.startswith(end):

@@ -67,7 +67,6 @@ class Turns:
         opening = "|".join(map(re.escape, filter(_opens_among(closers), closers)))
         self.opened = re.compile(rf"\s*(?:{opening or '(?!)'})\Z")
         self._longest = max(map(len, closers), default=0)
-        self.known_ends: set[tuple[bool, str]] = set()
 
     def is_ended(self, text: str) -> bool:
         """Whether the template itself ended the last turn of a text."""
