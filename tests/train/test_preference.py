@@ -663,7 +663,7 @@ def losses_until(folder: Path, step: int, **changes: Any) -> int:
         (lambda: PreferenceConfig(loss="exo_pair"), "label_smoothing: 0.0, but exo_pair takes"),
         (lambda: PreferenceConfig(margin=0.3), "margin: has no effect on the loss sigmoid"),
         (lambda: PreferenceConfig(loss="simpo", margin=-1.0), "margin: -1.0 is not"),
-        (lambda: PreferenceConfig(loss="orpo", reference="initial"), "reference: has no effect"),
+        (lambda: PreferenceConfig(loss="orpo", reference="cached"), "reference: has no effect"),
         (
             lambda: TrainingConfig(
                 output_dir="x", preference=PreferenceConfig(), loss=LossConfig(z_loss=0.1)

@@ -1,8 +1,9 @@
-"""Texts in Arrow columns: whether they are blank or not UTF-8, and their bytes without a copy."""
+"""Texts in Arrow columns: blank or not UTF-8, their bytes uncopied; which rows fail a check."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pyarrow.compute as pc
 
 from easypipe.core.values import Bools, Int64, UInt8
 
+E = TypeVar("E", bound=Exception)
 _BLANK = r"\A[\s\x0b\x1c-\x1f\x{85}\pZ]*\z"  # all that `str.strip` removes; RE2's \s is ASCII only
 
 
@@ -45,24 +47,35 @@ def bytes_of(texts: pa.LargeStringArray) -> tuple[Int64, UInt8]:
 
 
 def not_utf8(column: pa.Array) -> list[int]:
-    """Returns the rows in which some string, at any depth, is not UTF-8.
+    """Returns the rows in which some string, at any depth, is not UTF-8."""
+
+    def validate(first: int, last: int) -> None:
+        part = column.slice(first, last - first)
+        # Arrow checks the whole children of a slice, so the slice is copied first
+        if last - first < len(column) and column.type.num_fields:
+            part = part.take(pa.array(np.arange(last - first)))
+        part.validate(full=True)
+
+    return [*failing(len(column), validate, (pa.ArrowInvalid, UnicodeDecodeError))]
+
+
+def failing(
+    num_rows: int, check: Callable[[int, int], object], errors: tuple[type[E], ...]
+) -> dict[int, E]:
+    """Returns the rows at which `check(first, last)` raises one of `errors`, and what it raises.
 
     It searches by bisection, so that finding a few costs little more than finding none.
     """
-    bad: list[int] = []
-    pending = [(0, len(column))]
+    bad: dict[int, E] = {}
+    pending = [(0, num_rows)]
     while pending:
         first, last = pending.pop()
         try:
-            part = column.slice(first, last - first)
-            # Arrow checks the whole children of a slice, so the slice is copied first
-            if last - first < len(column) and column.type.num_fields:
-                part = part.take(pa.array(np.arange(last - first)))
-            part.validate(full=True)
-        except (pa.ArrowInvalid, UnicodeDecodeError):
+            check(first, last)
+        except errors as error:
             middle = (first + last) // 2
             if last - first == 1:
-                bad.append(first)
+                bad[first] = error
             else:
                 pending += [(first, middle), (middle, last)]
     return bad

@@ -50,6 +50,7 @@ from easypipe.core.schema import (
     row_numbers,
     token_dtype,
 )
+from easypipe.core.text import failing
 from easypipe.core.values import Arguments, Array, Int64, UInt8
 from easypipe.loader.rows.stored import Block, decode
 from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig, check_text_answers
@@ -595,13 +596,9 @@ class TokenEncoder:
             block = decode(batch, self._read, name, start, unit)
             at = lambda i: place_of(source, shard, int(rows[i]))  # noqa: E731
             self._check(block, at)
+            whose = lambda i: f"dataset {self._dataset!r}, {at(i)}"  # noqa: E731
             return block, {
-                one.name: flat_values(
-                    one,
-                    batch.column(one.name),
-                    block.offsets,
-                    lambda i: f"dataset {self._dataset!r}, {at(i)}",
-                )
+                one.name: flat_values(one, batch.column(one.name), block.offsets, whose)
                 for one in self.aligned
             }
 
@@ -610,10 +607,11 @@ class TokenEncoder:
         except SourceError:
             if not self._tolerant:
                 raise
-            bad = _bad_rows(batch, decoded)
-            keep = np.ones(len(rows), np.bool_)
-            keep[list(bad)] = False
-            refused = [Refused("bad_tokens", why).of_row(int(rows[i])) for i, why in bad.items()]
+            decoded(batch.slice(0, 0))  # raises for the type of a column
+            bad = failing(len(rows), lambda i, j: decoded(batch.slice(i, j - i)), (SourceError,))
+            keep = ~np.isin(np.arange(len(rows)), list(bad))
+            whys = {int(rows[i]): error.problem for i, error in bad.items()}
+            refused = [Refused("bad_tokens", why).of_row(row) for row, why in whys.items()]
             batch, rows = batch.filter(pa.array(keep)), rows[keep]
             block, values = decoded(batch)
             rejects = by_row((*rejects, *refused))
@@ -660,25 +658,3 @@ class TokenEncoder:
                 problem="the row is padded",
                 fix="Save the tokens without padding: packing needs documents as they are.",
             )
-
-
-def _bad_rows(batch: pa.RecordBatch, decoded: Callable[[pa.RecordBatch], object]) -> dict[int, str]:
-    """Returns the rows at which `decoded` raises an error, and its problem, by bisection.
-
-    Raises:
-        SourceError: It does so without a row, because of the type of a column.
-    """
-    decoded(batch.slice(0, 0))
-    bad: dict[int, str] = {}
-    pending = [(0, batch.num_rows)]
-    while pending:
-        first, last = pending.pop()
-        try:
-            decoded(batch.slice(first, last - first))
-        except SourceError as error:
-            middle = (first + last) // 2
-            if last - first == 1:
-                bad[first] = error.problem
-            else:
-                pending += [(first, middle), (middle, last)]
-    return bad
