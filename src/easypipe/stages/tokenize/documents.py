@@ -189,16 +189,12 @@ class ImportedTokens(EncodedSource):
         self,
         name: str,
         source: ShardedSource,
-        tokens: TokenInfo,
+        encoder: TokenEncoder,
         folder: CacheFolder,
-        aligned: tuple[AlignedColumn, ...] = (),
-        *,
-        tolerant: bool = False,
         **options: Unpack[WriterOptions],
     ) -> None:
         self.source = source
-        self._tokens = tokens
-        self.encoder = TokenEncoder(source, tokens, aligned, name, tolerant=tolerant)
+        self.encoder = encoder
         self.continues = HAS_EOS in self.encoder.columns
         self.writer = CacheWriter(
             source=source,
@@ -212,7 +208,8 @@ class ImportedTokens(EncodedSource):
     @property
     def info(self) -> SourceInfo:
         aligned = tuple(column.name for column in self.encoder.aligned)
-        return dataclasses.replace(info_of(self.source), tokens=self._tokens, aligned=aligned)
+        tokens = self.encoder.tokens
+        return dataclasses.replace(info_of(self.source), tokens=tokens, aligned=aligned)
 
     @property
     def fingerprint(self) -> str:
@@ -282,7 +279,8 @@ def require_documents(
     tolerant = own is not None and own.on_error != "error"
     if own is not None and tolerant:
         options |= {"on_error": own.on_error, "max_bad_rows": own.max_bad_rows}
-    return ImportedTokens(name, source, tokens, folder, aligned, tolerant=tolerant, **options)
+    encoder = TokenEncoder(source, tokens, aligned, name, tolerant=tolerant)
+    return ImportedTokens(name, source, encoder, folder, **options)
 
 
 def require_tokens(name: str, source: ShardedSource, stage: str) -> None:

@@ -559,12 +559,12 @@ class TokenEncoder:
         self._targets = [name for name in TARGET_COLUMNS if name in self.columns]
         self.masked = bool(self._targets)
         self.aligned, self._dataset, self._tolerant = aligned, dataset, tolerant
-        self._tokens = tokens
+        self.tokens = tokens
         self._schema = cache_schema(tokens.vocab_size, loss_mask=self.masked, aligned=aligned)
 
     @property
     def tokenizer_identity(self) -> TokenizerIdentity:
-        tokens = self._tokens
+        tokens = self.tokens
         return TokenizerIdentity(
             name=tokens.tokenizer,
             fingerprint=tokens.tokenizer_fingerprint,
@@ -574,7 +574,7 @@ class TokenEncoder:
         )
 
     def key(self) -> str:
-        version, tokens = MASKED_VERSION if self.masked else IMPORT_VERSION, self._tokens
+        version, tokens = MASKED_VERSION if self.masked else IMPORT_VERSION, self.tokens
         whose = (tokens.tokenizer_fingerprint, tokens.vocab_size, tokens.eos_token_id)
         masks = [name for name in self._targets if name not in (LOSS_MASK, LABELS)]
         more = ["tolerant"] if self._tolerant else []
@@ -618,8 +618,8 @@ class TokenEncoder:
         full = np.diff(block.offsets) > 0
         # an empty row does not change the offset
         offsets = np.concatenate([[0], block.offsets[1:][full]]).astype(np.int64)
-        ids = block.columns[INPUT_IDS].astype(token_dtype(self._tokens.vocab_size))
-        ends = (ends_closed if self.masked else ends_with)(ids, offsets, self._tokens.eos_token_id)
+        ids = block.columns[INPUT_IDS].astype(token_dtype(self.tokens.vocab_size))
+        ends = (ends_closed if self.masked else ends_with)(ids, offsets, self.tokens.eos_token_id)
         for name in self._ends:
             ends |= pc.fill_null(batch.column(name), 0).to_numpy()[full] != 0
         mask = block.columns[LOSS_MASK].astype(np.uint8) if self.masked else None
@@ -644,12 +644,12 @@ class TokenEncoder:
             return f"{where(row)}, column {column!r}"
 
         ids, attended = block.columns[INPUT_IDS], block.columns.get(SEGMENT_IDS)
-        vocabulary = self._tokens.vocab_size
+        vocabulary = self.tokens.vocab_size
         for i in np.flatnonzero((ids < 0) | (ids >= vocabulary))[:1]:
             problem = f"token {ids[i]} is outside the vocabulary of {vocabulary} of "
             raise SourceError(
                 at=at(i, INPUT_IDS),
-                problem=f"{problem}{self._tokens.tokenizer!r}",
+                problem=f"{problem}{self.tokens.tokenizer!r}",
                 fix="Name the tokenizer that made the tokens.",
             )
         for i in () if attended is None else np.flatnonzero(attended == 0)[:1]:
