@@ -276,7 +276,9 @@ def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no effect without --serve" in capsys.readouterr().err
 
 
-def test_the_server_shows_the_page_to_this_machine_alone(tmp_path: Path) -> None:
+def test_the_server_shows_the_page_to_this_machine_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = run(tmp_path)
     with server([folder]) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
@@ -308,6 +310,9 @@ def test_the_server_shows_the_page_to_this_machine_alone(tmp_path: Path) -> None
         (folder / "metrics.jsonl").write_text("damage\n")
         assert ask("/news.json")[0] == 500
         serving.shutdown()
+    assert main(["report", str(folder), "--serve"]) == 2
+    assert "line 1: not a metrics record" in (said := capsys.readouterr().err)
+    assert "--port" not in said
 
 
 def test_of_a_growing_file_only_what_is_new_is_read(
@@ -357,6 +362,15 @@ const found = {
   links: option("where the tokens went").series[0].links.length,
   flow: option("where the tokens went").series[0].orient,
 };
+const margins = charts.get("reward_margin");
+const [x, y] = margins.convertToPixel({ gridIndex: 0 }, margins.getOption().series[0].data[8]);
+clicked(margins, { offsetX: x, offsetY: y });
+found.beside = byId("mark").textContent;
+const shown = () => [...document.querySelectorAll(".plot")].filter((one) => one.checkVisibility()).map((one) => one.dataset.title);
+found.all = shown();
+byId("more").checked = false;
+drawAll();
+found.few = shown();
 document.body.dataset.found = JSON.stringify(found);
 </script>"""
 
@@ -368,7 +382,11 @@ def test_in_a_browser(tmp_path: Path, size: str) -> None:
     asked for."""
     browser = shutil.which(os.environ["EASYPIPE_CHROMIUM"])
     assert browser
-    file = write_report(run(tmp_path), tmp_path / "page.html")
+    made = run(tmp_path)
+    lines = map(json.loads, (made / "metrics.jsonl").read_text().splitlines())
+    margins = [json.dumps(line | {"reward_margin": 20.5 - line["step"]}) for line in lines]
+    (made / "metrics.jsonl").write_text("\n".join(margins) + "\n")
+    file = write_report(made, tmp_path / "page.html")
     file.write_text(file.read_text() + ASK)
 
     def show(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -397,6 +415,9 @@ def test_in_a_browser(tmp_path: Path, size: str) -> None:
     assert math.isclose(found["after"], mean, rel_tol=1e-5)
     assert (found["axis"], found["marks"], found["links"]) == ("log", 2, 7)
     assert found["wide"] < 20  # a scroll bar, until the next frame: no chart lies over the next
+    assert "step 9: reward_margin" in found["beside"], "its last values have no logarithm"
+    assert found["few"] == ["loss", "gradient norm", "mixture"] == found["all"][:3]
+    assert "reward_margin" in found["all"]
     assert found["flow"] == ("horizontal" if size.startswith("1400") else "vertical")
     show(f"--screenshot={tmp_path / 'page.png'}")
     assert (tmp_path / "page.png").stat().st_size > 20_000

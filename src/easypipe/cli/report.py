@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from easypipe.cli.show import say
-from easypipe.core.errors import ConfigError, require
+from easypipe.core.errors import ConfigError, EasypipeError, require
 
 
 def report(
@@ -51,6 +51,8 @@ def report(
     try:
         serving = server([Path(os.path.expanduser(run)) for run in runs], port)
     except OSError as error:
+        if isinstance(error, EasypipeError):  # a file of the run cannot be read
+            raise
         raise ConfigError(
             at="--port", problem=f"{port} cannot be served: {error}", fix="Give another one, or 0."
         ) from None

@@ -56,7 +56,7 @@ function clicked(chart, { offsetX, offsetY }) {
   for (const { id, name, data } of chart.getOption().series) for (const [step, value] of data) {
     const [x, y] = chart.convertToPixel({ gridIndex: 0 }, [step, value]);
     const away = Math.hypot(x - offsetX, y - offsetY);
-    if (away >= nearest) continue;
+    if (!(away < nearest)) continue; // NaN, of a value that a logarithmic axis does not show
     nearest = away;
     point = `step ${step}: ${name} ${Number(value).toPrecision(5)}; its documents: easypipe explain ${runs[parseInt(id)].config} --step ${step - 1}`;
   }
@@ -112,6 +112,7 @@ function drawAll() {
     }));
     draw(title, series, unit);
   }
+  for (const [title] of rest) if (charts.has(title)) charts.get(title).getDom().parentElement.hidden = !byId("more").checked;
   for (const run of runs) {
     const shares = Object.entries(run.mixture).flatMap(([name, part], n) => [["so far", "solid", 1.8, 1], ["lately", "solid", 0.8, 0.5], ["asked for", "dashed", 1, 1]].map(
       ([key, type, width, opacity]) => ({
