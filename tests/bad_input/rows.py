@@ -175,7 +175,7 @@ CHATS = [
     ),
     Case(
         "roles that no message has",
-        "chat.jsonl, row 0 … its messages are from 'human', 'gpt'",
+        "chat.jsonl, row 0 … its messages are from 'human', 'gpt' … format_type: sharegpt",
         files={
             "chat.jsonl": lines(
                 [{"messages": [USER | {"role": "human"}, ANSWER | {"role": "gpt"}]}] * 3

@@ -831,7 +831,9 @@ def test_rows_without_anything_to_train_say_so() -> None:
 def test_a_role_that_no_template_knows_is_named_where_nothing_is_trained(role: str) -> None:
     found = render(CHATML, [{"role": role, "content": "Hi"}], train_on="completion")
     why = "no text that train_on='completion' asks for"
-    why += "; its messages are from 'bot'" if role == "bot" else ""
+    if role == "bot":
+        why += "; its messages are from 'bot'; prompt: {format_type: sharegpt, "
+        why += "input_columns: [COLUMN], roles: {NAME: assistant}} maps them"
     assert found == Refused("nothing_to_train", why)
 
 

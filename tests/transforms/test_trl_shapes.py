@@ -324,7 +324,8 @@ def test_messages_with_other_keys(
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"rolle": "from"}, r"message_fields\.rolle: no key of messages"),
+        ({"rolle": "from"}, r"message_fields\.rolle: no key of messages .*weight\)$"),
+        ({"from": "role"}, r"message_fields\.from: .*OpenAI's key comes first: role: from\.$"),
         ({"role": "a", "content": "a"}, r"message_fields\.role: 'a' appears twice"),
         ({"role": ""}, r"message_fields\.role: '' is not a key"),
     ],

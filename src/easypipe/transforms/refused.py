@@ -24,6 +24,7 @@ _ADVICE = {
     "them), or set train_on to 'all'",
     BEYOND_LIMITS: "Leave such rows out, cut them before, or give a simpler chat_template",
     UNPRINTED_REASONING: "Give a chat_template that prints it, or leave 'reasoning' out",
+    "unknown_role": "Map the name in `prompt.roles` of the dataset, as in {NAME: assistant}",
     "refused_by_template": "Give a chat_template that takes such conversations",
     REFUSED_BY_TOKENIZER: "Leave such rows out, or give a tokenizer that takes them",
     "rejected_answer": "Leave such rows out, for example with a filter on that column",

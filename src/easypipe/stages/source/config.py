@@ -137,9 +137,9 @@ class DatasetConfig:
             completion, its EOS.
         chat_template: A Jinja file, its text, or the name of a built-in template (chatml, plain,
             zephyr, alpaca), instead of the tokenizer's own.
-        message_fields: Maps the keys of your messages to OpenAI's (role, content, tool_calls,
-            reasoning_content, train, train_ranges, weight), and to the `text` of typed parts:
-            {role: from, content: value}.
+        message_fields: Maps OpenAI's keys (role, content, tool_calls, reasoning_content, train,
+            train_ranges, weight), and the `text` of typed parts, to the keys in your messages:
+            {role: speaker, content: said}. Who speaks is mapped by `prompt.roles`.
         template_date: The day (2026-01-31) for templates that use today's date; with None, such
             templates are an error.
         chat_template_kwargs: Variables of the template besides messages, as in

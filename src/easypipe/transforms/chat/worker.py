@@ -42,6 +42,9 @@ from easypipe.transforms.refused import BEYOND_LIMITS, UNPRINTED_REASONING
 # processor time of one conversation; SIGPROF ends the process, even in the middle of a call into C
 CPU_SECONDS = 0.75
 MEMORY_BYTES = 1 << 30
+_MAPPED = (
+    "prompt: {format_type: sharegpt, input_columns: [COLUMN], roles: {NAME: assistant}} maps them"
+)
 _TOO_DEEP = "not_json", "nested too deeply"
 MOST_KINDS = 256  # the most chat_template_kwargs whose ends of turns are remembered
 # after this many characters of text, answers are sent although there are more rows
@@ -149,7 +152,7 @@ class _Writer:
             roles = {str(one.get("role")): None for one in row.get("messages", ())}
             spoken = f"; its messages are from {', '.join(map(repr, roles))}"[:200]
             unknown = roles.keys() - {"system", "developer", "user", "assistant", "tool"}
-            silent = spoken if unknown else ""
+            silent = f"{spoken}; {_MAPPED}" if unknown else ""
             return ["nothing_to_train", f"no text that train_on={train_on!r} asks for{silent}"]
         try:
             found.text.encode()

@@ -63,7 +63,8 @@ def check_message_fields(fields: Mapping[str, str] | None) -> None:
     """Raises ConfigError for keys that messages do not have, and for one that is given twice."""
     for name, key in (fields or {}).items():
         at = f"message_fields.{name}"
-        require(name in MESSAGE_FIELDS, at, "no key of messages", have=MESSAGE_FIELDS)
+        fix = f"OpenAI's key comes first: {key}: {name}." if key in MESSAGE_FIELDS else None
+        require(name in MESSAGE_FIELDS, at, "no key of messages", fix, MESSAGE_FIELDS)
         others = [own for own, other in (fields or {}).items() if PART not in (own, name)]
         twice = sum((fields or {})[own] == key for own in others) > 1
         require(key and not twice, at, f"{key!r} {'appears twice' if key else 'is not a key'}")
@@ -147,9 +148,9 @@ class PromptConfig:
             one.
         roles: For "sharegpt", the role of each value of `from`: {"bot": "assistant"}. It adds to
             human, gpt, system, function_call, observation, ...
-        message_fields: Maps the keys of your messages to OpenAI's (role, content, tool_calls,
-            reasoning_content, train, train_ranges, weight), and to the `text` of typed parts:
-            {role: from, content: value}.
+        message_fields: Maps OpenAI's keys (role, content, tool_calls, reasoning_content, train,
+            train_ranges, weight), and the `text` of typed parts, to the keys in your messages:
+            {role: speaker, content: said}. Who speaks is mapped by `roles`.
         system_prompt: For messages, the system message of conversations without one; otherwise text
             before the row, followed by an empty line.
         few_shot: Examples before every row.
