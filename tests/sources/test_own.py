@@ -467,12 +467,59 @@ def test_what_is_refused(data: Any, message: str, tmp_path: Path) -> None:
         run()
 
 
-def test_what_the_rows_raise_names_the_place_and_is_no_end() -> None:
-    source: Any = open_object(fails, name="d")
+class FailsWhole(ShardedDataSource):
+    schema, fingerprint = pa.schema([("text", pa.large_string())]), "fails"
+    shards = (Shard(name="one", num_rows=2),)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        raise OSError("the line is down")
+
+
+class FailsAtOpening(Rowless):
+    def open_shard(self, shard_name: str) -> Any:
+        raise OSError("the line is down")
+
+
+class FailsByNumber:
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return list(fails())[number]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize(
+    ("data", "at"),
+    [
+        (fails, "d, row 1"),
+        (FailsAtOpening(), "d, shard 'a', row 0"),
+        (FailsByNumber(), "d, row 0"),
+        (FailsWhole(), "one, rows 0:2"),
+    ],
+    ids=["function", "opening", "by_number", "whole"],
+)
+def test_what_the_rows_raise_names_the_place_and_is_no_end(data: Any, at: str, skip: bool) -> None:
+    source: Any = open_object(data, name="d", skip=skip)
+    kind = "fails" if data is fails else type(data).__name__
     for _ in range(2):
-        with pytest.raises(OSError, match="the line is down") as caught:
-            _ = source.shards
-        assert caught.value.__notes__ == ["while reading d, row 1"]
+        with pytest.raises(SourceError) as caught:
+            scan(source, 0, 0, source.shards[0].num_rows)
+        assert re.fullmatch(
+            f"{at}: [a-z._]*test_own:{kind} raised OSError: the line is down.*. Leave the row out in the "
+            "source: whatever on_error says, reading ends here.",
+            str(caught.value),
+        )
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_errors_of_easypipe_within_a_source_keep_their_words() -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from open_object(FailsByNumber(), name="inner").open_shard("inner")
+
+    with pytest.raises(SourceError, match=r"^inner, row 0: ") as caught:
+        _ = open_object(rows, name="d").schema
+    assert caught.value.__notes__ == ["while reading d, row 0"]
 
 
 def test_what_gave_all_of_its_rows_is_let_go() -> None:
@@ -503,9 +550,127 @@ def test_rows_that_are_fewer_than_were_counted(tmp_path: Path) -> None:
     source = open_object(Table(tmp_path / "t.db"), name="d")
     with pytest.raises(
         SourceError,
-        match=re.escape("d, shard 'notes': ended after 290 rows, but 300 were counted. Change its"),
+        match=r"d, shard 'notes': ended after 290 rows, fewer than its num_rows, which is 300. Correct",
     ):
         source.read(0, 280, 300)
+
+
+class Says(ShardedDataSource):
+    """A source that says that it has `says` rows, and has `has`."""
+
+    def __init__(self, says: int | None, has: int) -> None:
+        self.shards = [Shard(name="a", num_rows=says), Shard(name="b", num_rows=5)]
+        self.has = {"a": has, "b": 5}
+        self.version = "1"
+
+    def open_shard(self, shard_name: str) -> Iterator[dict[str, Any]]:
+        return ({"text": f"row {i}"} for i in range(self.has[shard_name]))
+
+
+class SaysAtRow(Says):
+    def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
+        return itertools.islice(self.open_shard(shard_name), row, None)
+
+
+class SaysOfRanges(Says):
+    schema, fingerprint = pa.schema([("text", pa.large_string())]), "ranges"
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        rows = list(Says.open_shard(self, "ab"[shard]))
+        return pa.RecordBatch.from_pylist(rows[start:stop], schema=self.schema)
+
+    open_shard = ShardedDataSource.open_shard
+
+
+MISCOUNTED = (
+    "d, shard 'a': {} its num_rows, which is {}. Correct num_rows in [a-z._]*test_own:Says.*None"
+)
+
+
+@pytest.mark.parametrize("how", ["cached", "streaming", "read", "open_shard"])
+@pytest.mark.parametrize(
+    ("says", "has", "num_rows", "message"),
+    [
+        (300, 300, None, None),
+        (None, 300, None, None),
+        (0, 300, None, None),  # counted
+        (290, 300, None, MISCOUNTED.format("has more rows than", 290)),
+        (256, 257, None, MISCOUNTED.format("has more rows than", 256)),
+        (310, 300, None, MISCOUNTED.format("ended after 300 rows, fewer than", 310)),
+        (290, 300, 293, MISCOUNTED.format("has more rows than", 290)),
+        (290, 300, 290, None),  # no row behind the last one may be asked for
+        (290, 300, 100, None),
+    ],
+)
+@pytest.mark.parametrize("make", [Says, SaysAtRow])
+def test_no_row_is_lost_where_a_source_miscounts_them(
+    make: type[Says],
+    says: int | None,
+    has: int,
+    num_rows: int | None,
+    message: str | None,
+    how: str,
+    tmp_path: Path,
+) -> None:
+    def read() -> int:
+        if how in ("cached", "streaming"):
+            dataset = DatasetConfig(
+                name="d", data_files=make(says, has), num_rows=num_rows, tokenizer=tokenizer()
+            )
+            streaming = how == "streaming"
+            made = Pipeline(
+                PipelineConfig(datasets=[dataset], seed=1, cache_dir=tmp_path, streaming=streaming)
+            )
+            return sum(
+                len(batch["input_ids"])
+                for batch in made.source().tokenize().load({"batch_size": 1}).build()
+            )
+        source: Any = open_object(make(says, has), name="d", num_rows=num_rows)
+        if how == "open_shard":
+            return sum(1 for one in source.shards for _ in source.open_shard(one.name))
+        return sum(
+            source.read(shard, start, min(start + 50, one.num_rows)).num_rows
+            for shard, one in enumerate(source.shards)
+            for start in range(0, one.num_rows, 50)
+        )
+
+    if message is None:
+        assert read() == (has + 5 if num_rows is None else num_rows)
+        return
+    with pytest.raises(SourceError, match=message):
+        read()
+
+
+def test_a_source_may_refuse_the_row_behind_its_last_one() -> None:
+    class Refuses(Says):
+        def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
+            rows = list(self.open_shard(shard_name))
+            return (rows[i] for i in itertools.count(row))
+
+    source = open_object(Refuses(300, 300), name="d")
+    assert source.read(0, 290, 300).num_rows == 10
+    with pytest.raises(SourceError, match=r"d, shard 'a', row 300: .* raised IndexError"):
+        open_object(Refuses(310, 300), name="d").read(0, 290, 310)
+
+
+def test_a_range_of_a_whole_source_has_all_its_rows(tmp_path: Path) -> None:
+    """There `num_rows` is where a shard ends: no row behind it is asked for."""
+    for says, total in ((300, 305), (290, 295)):
+        source: Any = open_object(SaysOfRanges(says, 300), name="d")
+        assert sum(1 for one in source.shards for _ in source.open_shard(one.name)) == total
+    for streaming in (False, True):
+        dataset = DatasetConfig(name="d", data_files=SaysOfRanges(310, 300), tokenizer=tokenizer())
+        made = Pipeline(
+            PipelineConfig(datasets=[dataset], seed=1, cache_dir=tmp_path, streaming=streaming)
+        )
+        with pytest.raises(
+            SourceError,
+            match=r"a, rows 0:310: [a-z._]*test_own:SaysOfRanges returned 300 rows, and the shard has 310 by "
+            r"its num_rows. Correct num_rows, or return",
+        ):
+            list(made.source().tokenize().load({"batch_size": 1}).build())
+    with pytest.raises(SourceError, match="a, rows 0:310: "):
+        list(open_object(SaysOfRanges(310, 300), name="d").open_shard("a"))
 
 
 def test_version_has_no_effect_on_what_is_known_by_its_content() -> None:

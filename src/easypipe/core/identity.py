@@ -15,10 +15,17 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, did_you_mean, raising, require
+from easypipe.core.errors import (
+    ConfigError,
+    EasypipeError,
+    SourceError,
+    did_you_mean,
+    raising,
+    require,
+)
 from easypipe.core.values import attribute_of
 
 logger = logging.getLogger("easypipe")
@@ -126,6 +133,18 @@ def why(name: str, error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f", line {frames[-1].lineno} of {frames[-1].filename}" if len(frames) > 2 else ""
     return f"{name} raised {type(error).__name__}: {' '.join(str(error).split())}{where}"
+
+
+def raise_named(source: str, error: Exception, at: str) -> NoReturn:
+    """Raises SourceError from what a user's source raised at a place.
+
+    Errors of easypipe and MemoryError are raised unchanged, with a note.
+    """
+    if isinstance(error, EasypipeError | MemoryError):
+        error.add_note(f"while reading {at}")
+        raise error
+    fix = "Leave the row out in the source: whatever on_error says, reading ends here."
+    raise SourceError(at=at, problem=why(source, error), fix=fix) from error
 
 
 def name_of(function: Any) -> str:

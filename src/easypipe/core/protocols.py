@@ -21,7 +21,8 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place, require_known
-from easypipe.core.schema import data_columns
+from easypipe.core.identity import name_of, raise_named
+from easypipe.core.schema import ROW_NUMBER, data_columns
 from easypipe.core.values import Batch, Int64, Record
 
 
@@ -173,7 +174,7 @@ class ShardedDataSource:
     `open_shard`, which must yield the same rows whenever a shard is opened. If it defines
     `open_shard_at_row`, also without `open_shard`, reading can start at any row and rows are not
     stored with the tokens. A source that defines `shards` instead of `shard_names` says how many
-    rows there are, if that is known. `version`, a text or number, identifies the rows: change it
+    rows there are, if that is known; another number of rows is an error. `version`, a text or number, identifies the rows: change it
     when they change. A class with `schema`, `shards`, `fingerprint` and `read` is a ShardedSource,
     and inherits the rest.
     """
@@ -231,7 +232,7 @@ class ShardedDataSource:
             stop = start + ROWS_AT_A_TIME if total is None else min(total, start + ROWS_AT_A_TIME)
             if stop <= start:
                 return
-            batch = self.read(number, start, stop)
+            batch = scan(self, number, start, stop).batch
             yield from batch.select(data_columns(batch.schema)).to_pylist()
 
 
@@ -438,10 +439,28 @@ def fetched(
 
 
 def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
-    """Calls `source.scan` if there is one, else `read` with nothing rejected."""
+    """Calls `source.scan` if there is one, else `read` with nothing rejected.
+
+    Raises:
+        SourceError: A user's `read` raised an error, or returned too few or too many rows.
+    """
     if isinstance(source, Source):
         return source.scan(shard, start, stop)
-    return Scan(source.read(shard, start, stop), ())
+    one, name = source.shards[shard], name_of(source)
+    at = f"{one.name}, rows {start}:{stop}"
+    try:
+        batch = source.read(shard, start, stop)
+    except Exception as error:  # noqa: BLE001 (whatever a user's source raises; raised as an error that names the place)
+        raise_named(name, error, at)
+    exact = one.num_rows is not None and ROW_NUMBER not in batch.schema.names
+    if exact and batch.num_rows != stop - start:
+        raise SourceError(
+            at=at,
+            problem=f"{name} returned {batch.num_rows} rows, and the shard has {one.num_rows} by "
+            "its num_rows",
+            fix="Correct num_rows, or return all rows from start to stop.",
+        )
+    return Scan(batch, ())
 
 
 @runtime_checkable

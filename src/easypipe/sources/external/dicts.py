@@ -8,7 +8,7 @@ import decimal
 import functools
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,24 +51,6 @@ def require_row(row: Item, number: int, name: str) -> None:
 
 def _is_row(row: Item) -> bool:
     return isinstance(row, Mapping) and all(isinstance(key, str) for key in row)
-
-
-def next_rows(rows: Iterator[Item], start: int, count: int, at: str) -> list[Any]:
-    """Returns the next `count` rows, fewer at the end.
-
-    An error of the user's code is passed on with a note that says where it was raised.
-    """
-    taken: list[Any] = []
-    for _ in range(count):
-        try:
-            row = next(rows)
-        except StopIteration:
-            break
-        except Exception as error:
-            error.add_note(f"while reading {place(at, row=start + len(taken))}")
-            raise
-        taken.append(row)
-    return taken
 
 
 def columns_of(

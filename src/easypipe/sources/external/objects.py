@@ -17,8 +17,8 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, require, require_known, require_rows
-from easypipe.core.identity import held_by, name_of
+from easypipe.core.errors import SourceError, place, require, require_known, require_rows
+from easypipe.core.identity import held_by, name_of, raise_named
 from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, left_out
 from easypipe.core.schema import with_row_numbers
 from easypipe.core.values import Dataset, attribute_of
@@ -280,6 +280,11 @@ class RandomAccessSource(_Object):
 
     def _there(self, start: int, stop: int) -> tuple[list[int], dict[int, Any]]:
         """Returns the numbers of the rows that are None, and the other rows by number."""
-        taken = {i: self._data[i] for i in range(start, stop)}
+        taken: dict[int, Any] = {}
+        for i in range(start, stop):
+            try:
+                taken[i] = self._data[i]
+            except Exception as error:  # noqa: BLE001 (raised as an error that names the row)
+                raise_named(name_of(self._data), error, place(self._name, row=i))
         rows = {i: row for i, row in taken.items() if row is not None}
         return [i for i in taken if i not in rows], rows

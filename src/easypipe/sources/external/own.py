@@ -26,8 +26,8 @@ import pyarrow as pa
 from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.class_names import with_classes
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, require, require_columns, require_rows
-from easypipe.core.identity import held_by, name_of
+from easypipe.core.errors import SourceError, place, require, require_columns, require_rows
+from easypipe.core.identity import held_by, name_of, raise_named
 from easypipe.core.protocols import (
     Reject,
     Scan,
@@ -181,13 +181,32 @@ class Given:
         name = self.shards[shard].name
         return self.name if name == self.name else f"{self.name}, shard {name!r}"
 
-    def taken(self, shard: int, start: int, count: int) -> list[Item]:
-        """Returns `count` rows beginning at row `start`, fewer at the end."""
-        rows = iter(self.open(self.shards[shard].name, start))
+    def rows(self, shard: int, start: int) -> Iterator[Item]:
+        """Yields the rows of a shard from row `start` on.
+
+        Raises:
+            SourceError: The user's code raised its `__cause__` for a row, which the error names.
+        """
+        one, row, rows = self.shards[shard], start, None
         try:
-            return dicts.next_rows(rows, start, count, self.at(shard))
+            rows = iter(self.open(one.name, start))
+            for item in rows:
+                yield item
+                row += 1
+        except Exception as error:  # noqa: BLE001 (raised as an error that names the row)
+            if isinstance(error, LookupError) and row == one.num_rows:
+                return  # the source refuses positions behind its last row
+            raise_named(self.label, error, place(self.at(shard), row=row))
         finally:
             _close(rows)
+
+    def taken(self, shard: int, start: int, count: int) -> list[Item]:
+        """Returns `count` rows beginning at row `start`, fewer at the end."""
+        rows = self.rows(shard, start)
+        try:
+            return list(itertools.islice(rows, count))
+        finally:
+            rows.close()
 
     def scanned(self, taken: list[Item], start: int, columns: pa.Schema, shard: int) -> Scan:
         """Returns rows that were taken, as a batch of `columns`."""
@@ -269,20 +288,19 @@ class OwnSource(Source):
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Returns rows `start` to `stop`; fewer only if the shard's end is not known."""
-        info, at = self.shards[shard], self._given.at(shard)
-        require_rows(start, stop, info.num_rows, at)
+        info, limit = self.shards[shard], self._limit(shard)
+        require_rows(start, stop, info.num_rows, self._given.at(shard))
+        # where the shard should end, one more row is asked for, and there must be none
+        more = stop + (start < stop == info.num_rows != limit)
         if self._given.seeks:
-            batch, rejects = self._sought(shard, start, stop)
+            taken = self._given.taken(shard, start, more - start)
+            found = start + len(taken)
+            batch, rejects = self._given.scanned(taken[: stop - start], start, self._whole, shard)
         else:
-            limit = None if self._num_rows is None else info.num_rows
+            found = self._kept.pull(shard, more, self._whole, limit)
             batch, rejects = self._kept.read(shard, start, stop, self._whole, limit)
-        taken = batch.num_rows + len(rejects)
-        if info.num_rows is not None and taken < stop - start:
-            raise SourceError(
-                at=at,
-                problem=f"ended after {start + taken} rows, but {info.num_rows} were counted",
-                fix="Change its version whenever its rows change.",
-            )
+        if info.num_rows is not None and not stop <= found <= info.num_rows:
+            raise self._miscounted(shard, info.num_rows, found)
         return Scan(batch if self._columns is None else batch.select(list(self._columns)), rejects)
 
     def at_end(self, shard: int, position: int) -> bool:
@@ -291,6 +309,29 @@ class OwnSource(Source):
             batch, rejects = self._sought(shard, position, position + 1)
             return not batch.num_rows and not rejects
         return self._kept.pull(shard, position + 1, self._whole) <= position
+
+    def _limit(self, shard: int) -> int | None:
+        """Returns the most rows of a shard that may be asked for; None if it is read to its end."""
+        if self._num_rows is None:
+            return None
+        so_far = sum(one.num_rows or 0 for one in self.shards[: shard + 1])
+        return self.shards[shard].num_rows if so_far == self._num_rows else None
+
+    def _miscounted(self, shard: int, num_rows: int, found: int) -> SourceError:
+        """Returns the error for a shard that has more or fewer rows than `num_rows`."""
+        given = self._given
+        if given.shards[shard].num_rows is None:
+            known, fix = (
+                f"the {num_rows} that were counted",
+                "Change its version whenever its rows change.",
+            )
+        else:
+            known = f"its num_rows, which is {num_rows}"
+            fix = f"Correct num_rows in {given.label}, or make it None: the rows are then counted."
+        problem = (
+            f"ended after {found} rows, fewer than" if found < num_rows else "has more rows than"
+        )
+        return SourceError(at=given.at(shard), problem=f"{problem} {known}", fix=fix)
 
     @property
     def _whole(self) -> pa.Schema:
@@ -328,7 +369,7 @@ class OwnSource(Source):
                 break
             rows, size = shard.num_rows, shard.num_bytes
             if rows is None and self._given.seeks:
-                rows = sum(1 for _ in itertools.islice(self._given.open(shard.name, 0), left))
+                rows = sum(1 for _ in itertools.islice(self._given.rows(number, 0), left))
             elif rows is None:
                 rows = self._kept.pull(number, left, self._whole, left)
                 size = self._kept.num_bytes(number)
@@ -457,10 +498,10 @@ class _Kept:
         given, pulled, at = self._given, self._shards[shard], self._given.at(shard)
         while not pulled.ended and (rows is None or pulled.rows < rows):
             if pulled.iterator is None:
-                pulled.iterator = iter(given.open(given.shards[shard].name, pulled.rows))
+                pulled.iterator = given.rows(shard, pulled.rows)
             try:
                 count = min(BLOCK_ROWS, (limit or sys.maxsize) - pulled.rows)
-                taken = dicts.next_rows(pulled.iterator, pulled.rows, count, at)
+                taken = list(itertools.islice(pulled.iterator, count))
                 batch, rejects = given.scanned(taken, pulled.rows, columns, shard)
                 data = memoryview(batch.serialize())
                 pulled.places.append((self._append(data), len(data)))
@@ -560,7 +601,8 @@ def _sharded(data: Dataset) -> Given:
     return Given(
         shards=tuple(Shard(name=name, num_rows=None) for name in names or ())
         if shards is None
-        else tuple(shards),
+        # a shard of 0 rows would never be read, so that its rows are counted
+        else tuple(replace(shard, num_rows=shard.num_rows or None) for shard in shards),
         open=data.open_shard_at_row if seeks else from_start,
         seeks=seeks,
         label=name_of(data),
