@@ -174,9 +174,9 @@ class ShardedDataSource:
     `open_shard`, which must yield the same rows whenever a shard is opened. If it defines
     `open_shard_at_row`, also without `open_shard`, reading can start at any row and rows are not
     stored with the tokens. A source that defines `shards` instead of `shard_names` says how many
-    rows there are, if that is known; another number of rows is an error. `version`, a text or number, identifies the rows: change it
-    when they change. A class with `schema`, `shards`, `fingerprint` and `read` is a ShardedSource,
-    and inherits the rest.
+    rows there are, if that is known; another number of rows is an error. `version`, a text or
+    number, identifies the rows: change it when they change. A class with `schema`, `shards`,
+    `fingerprint` and `read` is a ShardedSource, and inherits the rest.
     """
 
     # `self` is Any: a user's class defines one of `open_shard`, `open_shard_at_row` and `read`
