@@ -206,7 +206,7 @@ class Given:
         try:
             return list(itertools.islice(rows, count))
         finally:
-            rows.close()
+            _close(rows)
 
     def scanned(self, taken: list[Item], start: int, columns: pa.Schema, shard: int) -> Scan:
         """Returns rows that were taken, as a batch of `columns`."""
