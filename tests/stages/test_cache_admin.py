@@ -130,6 +130,21 @@ def test_clear_removes_everything_and_a_dry_run_nothing(
     assert all(one.ok for one in verify(cache))
 
 
+def test_tokens_behind_a_link_are_listed_and_cleared(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tokens").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "circle").symlink_to(tmp_path / "cache")
+    put(tmp_path / "cache", "a")
+    listing = list_cache(tmp_path / "cache")
+    assert listing.num_bytes > listing.datasets[0].num_bytes > 0
+    assert clear_cache(tmp_path / "cache").num_bytes > listing.datasets[0].num_bytes
+    assert not list((tmp_path / "disk").rglob("*.arrow"))
+    (tmp_path / "disk" / "circle").unlink()
+    clear_cache(tmp_path / "cache")
+    assert (tmp_path / "cache" / "tokens").is_symlink()
+
+
 def test_clear_by_name_and_age(tmp_path: Path) -> None:
     put(tmp_path, "a", days_ago=5)
     put(tmp_path, "b", seed=1, days_ago=5)

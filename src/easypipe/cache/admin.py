@@ -373,5 +373,6 @@ def _bytes(files: Mapping[str, Found], names: Collection[str]) -> int:
 
 def _remove_empty_folders(cache_dir: Path) -> None:
     for folder in sorted((path for path in cache_dir.rglob("*") if path.is_dir()), reverse=True):
-        if folder.name != locks.FOLDER and not any(folder.iterdir()):
+        empty = folder.name != locks.FOLDER and not any(folder.iterdir())
+        if empty and not folder.is_symlink():
             folder.rmdir()

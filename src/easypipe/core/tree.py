@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -28,23 +32,13 @@ class Found(NamedTuple):
 
 
 def files_below(folder: str | Path, storage_options: StorageOptions = None) -> dict[str, Found]:
-    """Returns every file in a folder and its subfolders.
+    """Returns every file in a folder and its subfolders, also in those that are links.
 
     Returns:
         Sizes and times by the file's path within the folder, sorted; {} if there is no folder.
     """
     if not storage.is_remote(folder):
-        local = Path(str(folder).removeprefix("file://"))
-        stats = (
-            {
-                path.relative_to(local).as_posix(): path.stat()
-                for path in local.rglob("*")
-                if path.is_file()
-            }
-            if local.is_dir()
-            else {}
-        )
-        return {name: Found(stats[name].st_size, stats[name].st_mtime) for name in sorted(stats)}
+        return dict(sorted(_local(str(folder).removeprefix("file://"))))
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> dict[str, Found]:
         fs.invalidate_cache()  # stores remember listings; another process may have written since
@@ -59,6 +53,23 @@ def files_below(folder: str | Path, storage_options: StorageOptions = None) -> d
         return dict(sorted(storage.ask_long(folder, storage_options, call).items()))
     except MissingFileError:
         return {}
+
+
+def _local(folder: str) -> Iterator[tuple[str, Found]]:
+    """Yields the files below a local folder; what several links lead to once."""
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        for path in (Path(root, name) for name in names):
+            with contextlib.suppress(OSError):  # it was removed meanwhile, or is a link to nothing
+                status = path.stat()
+                if stat.S_ISREG(status.st_mode):
+                    found = Found(status.st_size, status.st_mtime)
+                    yield path.relative_to(folder).as_posix(), found
 
 
 def _written(info: Json) -> float:
