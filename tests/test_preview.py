@@ -212,7 +212,7 @@ def test_every_number_of_a_preview_is_told() -> None:
         f"  {SEGMENTS[0]}",
         "      cut: 6",
         "      cut: 7",
-        "       user: ⟦<a>\\n⟧ assistant: b⟦c⟧",
+        "      ‹user›⟦<a>\\n⟧‹assistant›b⟦c⟧",
         f"  {SEGMENTS[1]}",
         ROWS[1],
         "note: one",
@@ -247,6 +247,9 @@ def test_every_number_of_a_preview_stands_on_its_page() -> None:
     ]
 
 
+KEYS = {"role": "who", "content": "said"}
+
+
 def test_samples_of_many_configs_word_for_word(tmp_path: Path) -> None:
     words = [{"text": text} for text in texts(12)]
     parts = [{"type": "text", "text": "four"}, {"type": "text", "text": " of course"}]
@@ -256,6 +259,7 @@ def test_samples_of_many_configs_word_for_word(tmp_path: Path) -> None:
     calls = [*chat("How warm?", ""), {"role": "tool", "content": "19"}, chat("", "Mild.")[1]]
     calls[1] |= {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
     spoken = [{"from": "human", "value": "what? "}, {"from": "gpt", "value": "that"}]
+    renamed = [{"who": turn["role"], "said": turn["content"]} for turn in chat("two", "four")]
     answers = [{"q": f"{i}? ", "a": f"{i} is so", "b": "no", "good": i % 2 > 0} for i in range(4)]
     asked = {"prompt_field": "q", "completion_field": "a"}
     own = {"content_field": "messages", "chat_template": TEMPLATE}
@@ -276,6 +280,7 @@ def test_samples_of_many_configs_word_for_word(tmp_path: Path) -> None:
         "a call": ([{"messages": calls}], 1, tools),
         "nobody answers": ([{"messages": chat("two")}, talks[0]], 3, own | {"on_error": "skip"}),
         "ShareGPT": ([{"conversations": spoken}], 1, share),
+        "other keys": ([{"messages": renamed}], 1, tools | {"message_fields": KEYS}),
         "Alpaca": (
             [{"instruction": "add", "input": "1 and 2", "output": "3"}],
             1,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -154,6 +156,30 @@ def test_errors_name_keys_as_the_file_does(
     if command != "train":
         assert main([command, str(part), *options]) == 2
         assert f"easypipe: {at}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["prepare", "plan", "preview", "explain", "train"])
+@pytest.mark.parametrize(
+    ("wrong", "at"),
+    [
+        ({"model": {"hidden_size": 64}}, "model.hidden_size"),  # the 6 heads do not divide it
+        ({"train": {"optimizer": {"learning_rate": -1}}}, "train.optimizer.learning_rate"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_rows_are_read(
+    command: str,
+    wrong: dict[str, dict[str, object]],
+    at: str,
+    pipeline_yaml: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = yaml.safe_load(pipeline_yaml.read_text()) | {"seed": 1}
+    data["datasets"][0]["data_files"] = "nowhere.jsonl"
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"data": data, "train": {"output_dir": "run"}} | wrong))
+    assert main([command, str(path), *(["--step", "0"] if command == "explain" else [])]) == 2
+    assert f"easypipe: {at}: " in capsys.readouterr().err
 
 
 def test_errors_of_held_out_data_name_their_entry(
@@ -337,7 +363,12 @@ def test_train_and_its_refusals(
     text = capsys.readouterr().out
     assert text.index("compiling: the first step") < text.index("trained 4 steps: loss")
     assert "training continues" not in text
-    assert "texts by the model, which begin as documents do:\n  » " in text
+    [told] = re.findall(
+        r"texts by the model, which goes on from the beginnings of .*:\n  » (.+)", text
+    )
+    rows = (tmp_path / "data" / "code" / "a.jsonl").read_text().splitlines()
+    begin = json.loads(rows[0])["text"].split()[:3]
+    assert ast.literal_eval(told).split()[:2] == begin[:2]
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -356,7 +387,7 @@ def test_train_and_its_refusals(
     assert "all 4 steps are trained; to continue, set" in capsys.readouterr().out
     assert main(["train", str(path), "--samples", "1", "--prompt", "the quick"]) == 0
     told = capsys.readouterr().out
-    assert "texts by the model, which begin with 'the quick':\n  » 'the quick" in told
+    assert "texts by the model, which goes on from 'the quick':\n  » 'the quick" in told
     for change, message in (
         ("model.vocab_size=100", "model.vocab_size: 100, but the tokenizer"),
         (

@@ -301,6 +301,8 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         lines = [json.dumps({"step": n, "loss": 2.5, "eval": one}) for n, one in seen]
         (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
         (folder / "run.yaml").write_text(yaml.safe_dump({"train": {"steps": 10}}))
+    (tmp_path / "runs/half/checkpoints/6").mkdir()  # saved when it was stopped, and not logged
+    (tmp_path / "runs/half/checkpoints/²").mkdir()
     (tmp_path / "runs/odd/metrics.jsonl").write_text("nothing\nmore\n")
     (tmp_path / "runs/done/within").mkdir()  # is not a run of its own
     (tmp_path / "runs/done/within/metrics.jsonl").write_text("")
@@ -311,6 +313,7 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert states.pop("odd").startswith("damaged: ")
     assert states == {"done": "finished", "half": "stopped", "now": "training"}
     assert (found["done"]["step"], found["done"]["loss"]) == (10, 2.5)
+    assert found["half"]["step"] == 6
     assert found["done"]["held_out"] == {"held_out": 3.0}
     assert main(["runs", str(tmp_path)]) == 0
     assert "finished" in capsys.readouterr().out

@@ -70,8 +70,8 @@ def test_hub_like_name_is_a_missing_file(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(
         MissingFileError,
         match=re.escape(
-            "roneneldan/TinyStories: no such file or folder (have: none). Check the path. If it is "
-            "a dataset of the Hub: hf://datasets/roneneldan/TinyStories."
+            "roneneldan/TinyStories: no such file or folder (have: none). Check the path, "
+            "which is relative to the current folder. If it is a dataset of the Hub: hf://datasets/roneneldan/TinyStories."
         ),
     ):
         open_files("roneneldan/TinyStories")

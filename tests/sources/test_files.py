@@ -147,8 +147,9 @@ def test_format_of(path: str, kind: str | None) -> None:
 
 
 def test_natural_order() -> None:
-    assert sorted(["a10", "a2", "a", "b1", "1", "a02b"], key=natural) == [
+    assert sorted(["a10", "a2", "a", "b1", "1", "a02b", "1²2"], key=natural) == [
         "1",
+        "1²2",
         "a",
         "a2",
         "a02b",

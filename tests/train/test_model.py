@@ -228,7 +228,7 @@ def test_parameters():
         ({"num_kv_heads": 4}, r"num_kv_heads: 4 does not divide num_heads 6 \(have: 1, 2, 3, 6\)"),
         (
             {"head_dim": None, "hidden_size": 25},
-            "hidden_size: 25 is not a multiple of num_heads 6. Set head_dim",
+            "hidden_size: 25 is not a multiple of num_heads 6, the default. Set head_dim",
         ),
         ({"head_dim": 7}, "head_dim: 7 is odd"),
         ({"num_layers": 0}, "num_layers: 0 is too small. Give at least 1"),
@@ -256,7 +256,10 @@ def test_bad_configs_are_refused(change, message):
             "num_heads a multiple of 2.",
         ),
         ({"num_kv_heads": 4}, "num_kv_heads: 4 does not divide num_heads 6"),
-        ({"hidden_size": 100}, "hidden_size: 100 is not a multiple of num_heads 6. Set head_dim"),
+        (
+            {"hidden_size": 100},
+            "hidden_size: 100 is not a multiple of num_heads 6, the default. Set head_dim",
+        ),
         ({"num_heads": 10}, "num_heads: 10 does not divide hidden_size 192. Set head_dim"),
         ({"hidden_size": 198}, "hidden_size: hidden_size 198 over num_heads 6 gives heads of 33"),
         ({"num_heads": 64}, "num_heads: hidden_size 192 over num_heads 64 gives heads of 3, which"),

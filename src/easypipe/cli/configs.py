@@ -19,6 +19,7 @@ from easypipe.jobs import RUN_KEYS, chain, file_values, placed, with_hold_outs, 
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.train.config import TrainingConfig
+from easypipe.train.model.config import ModelConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.record import recorded_seed
 
@@ -115,10 +116,9 @@ def of_images(config: Path, overrides: list[str]) -> bool:
 def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     """Returns the data and the held-out data of a run config, or only a pipeline config.
 
-    The model is not read: preparing data needs no jax.
-
     Raises:
-        ConfigError: It is a run on images, or something is wrong; names the key path.
+        ConfigError: It is a run on images, or something is wrong, also with the model or the
+            training; names the key path.
     """
     require(
         TASK not in values,
@@ -139,9 +139,13 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
         "eval",
         f"expected a mapping of names to pipeline configs, got {held_out!r}",
     )
-    data, model = from_dict(PipelineConfig, values["data"], "data"), values.get("model")
+    data, model = from_dict(PipelineConfig, values["data"], "data"), values.get("model") or {}
     if isinstance(model, dict) and "pretrained" in model:
         data = with_tokenizer_of(data, from_dict(PretrainedConfig, model, "model"))
+    else:
+        from_dict(ModelConfig, model, "model")
+    if "train" in values:
+        from_dict(TrainingConfig, values["train"], "train")
     return (
         data,
         {

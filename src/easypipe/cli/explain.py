@@ -104,7 +104,7 @@ def text_line(
         if left == 0:
             break
         if role is not None:
-            text.append(f" {role}: ", style="magenta")
+            text.append(f"‹{role}›", style="magenta")
         part = repr(words if left is None else words[:left])[1:-1]
         left = None if left is None else max(0, left - len(words))
         text.append(part.join(MASKED) if masked else part, style="dim" if masked else trained)

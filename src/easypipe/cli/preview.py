@@ -38,7 +38,7 @@ def preview(
     overrides: Overrides = None,
 ) -> None:
     """Show samples of CONFIG.YAML, and which text is trained on. That text is green; masked text is
-    dim and in ⟦ ⟧. Speakers and cuts are marked.
+    dim and in ⟦ ⟧. Where a speaker begins, ‹ › name them; cuts are marked.
     """
     require_one(as_json, html)
     from easypipe.cli.configs import described
@@ -62,7 +62,11 @@ def shown(made: Preview, characters: int) -> Iterator[Text]:
     """Yields the lines that show a preview."""
     from rich.text import Text
 
-    yield Text("trained ", style=TRAINED).append("⟦masked⟧", style="dim")
+    yield (
+        Text("trained ", style=TRAINED)
+        .append("⟦masked⟧", style="dim")
+        .append(" ‹who begins to speak›", style="magenta")
+    )
     for sample in made.samples:
         yield Text(sample.title, style="bold")
         for segment in sample.segments:

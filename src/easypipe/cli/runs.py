@@ -25,7 +25,7 @@ class Run:
         folder: The output folder of the run.
         state: "training", "finished" or "stopped"; "not training" if the number of steps is not
             known; or why the run cannot be read.
-        step: The last logged step.
+        step: The last step that is logged or has a checkpoint.
         steps: The number of steps in its config; None: as many as its data has.
         loss: The last loss.
         held_out: The last loss of each evaluation.
@@ -79,6 +79,7 @@ def _run(folder: Path) -> Run:
     If it cannot be read, the reason is its state, and the other runs are still listed.
     """
     from easypipe.core.locks import try_hold
+    from easypipe.train.checkpoint.files import committed
     from easypipe.train.metrics.log import Record, each_record
     from easypipe.train.record import recorded_steps
 
@@ -100,5 +101,6 @@ def _run(folder: Path) -> Run:
         state = "finished" if last["step"] >= steps else "stopped"
     if held is not None:
         held.close()
+    step = max([last["step"], *committed(folder / "checkpoints")])
     held_out = {name: seen["loss"] for name, seen in evals.items() if seen.get("loss") is not None}
-    return Run(str(folder), state, last["step"], steps, last.get("loss"), held_out)
+    return Run(str(folder), state, step, steps, last.get("loss"), held_out)

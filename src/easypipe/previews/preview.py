@@ -24,7 +24,7 @@ class Piece:
 
     def __str__(self) -> str:
         text = repr(self.text)[1:-1]
-        speaker = "" if self.role is None else f" {self.role}: "
+        speaker = "" if self.role is None else f"‹{self.role}›"
         return speaker + (f"⟦{text}⟧" if self.masked else text)
 
 
@@ -87,7 +87,7 @@ class Preview:
         return page(title, self.samples, self.notes)
 
     def __str__(self) -> str:
-        """Returns lines of text, with masked parts in ⟦ ⟧."""
+        """Returns lines of text, with masked parts in ⟦ ⟧ and speakers in ‹ ›."""
         lines: list[str] = []
         for sample in self.samples:
             lines.append(sample.title)

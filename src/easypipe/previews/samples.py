@@ -12,13 +12,11 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import pyarrow as pa
-
 from easypipe.core.aligned import DESIRABLE
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import require
 from easypipe.core.protocols import ProgressListener, silent
-from easypipe.core.values import Arguments, Settings
+from easypipe.core.values import Arguments, Json, Settings
 from easypipe.jobs import chain
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import Segment, Span
@@ -30,8 +28,9 @@ from easypipe.stages.mix.mixture import planned_of
 from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.save import SaveStage
 from easypipe.stages.source.stage import SourceStage
-from easypipe.stages.tokenize.documents import TokenizedShardedSource, trained_turns
-from easypipe.transforms.chat.columns import values_of
+from easypipe.stages.tokenize.documents import TokenizedShardedSource, prompts_of, trained_turns
+from easypipe.transforms.chat.columns import plain_of
+from easypipe.transforms.prompt.formats import ChatFormat
 
 FIRST_ROWS = 200  # samples are made from this many rows of each dataset
 KEPT = ("written", "stored", "targets", "masked", "with")  # outcomes that lose nothing
@@ -160,31 +159,29 @@ def _turns(source: TokenizedShardedSource, shard: int, row: int) -> list[tuple[s
 
     It is empty if the row names no speakers.
     """
-    batch = source.source.read(shard, row, row + 1)
+    batch, prompts = source.source.read(shard, row, row + 1), prompts_of(source)
+    format = None if prompts is None else prompts.engine.format
     columns = [name for name in source.form.columns if name in batch.schema.names]
     if not batch.num_rows:
         return []
     for name in columns:
-        if found := _messages(batch.column(name)):
+        [value] = plain_of(batch.column(name), objects=True)
+        if isinstance(format, ChatFormat) and (found := _said(format.messages_of(value))):
             return found
     texts = {name: batch.column(name)[0].as_py() for name in columns if len(columns) > 1}
     return [(name, text) for name, text in texts.items() if isinstance(text, str)]
 
 
-def _messages(column: pa.Array) -> list[tuple[str, str]]:
-    """Returns (role, text) of each message in the first row; [] if it is plain text."""
-    text = str(column[0].as_py() or "").lstrip()
-    if not pa.types.is_nested(column.type) and not text.startswith("["):
-        return []
-    [talk] = values_of(column, keep=())
+def _said(talk: Json) -> list[tuple[str, str]]:
+    """Returns (role, text) of each message; [] if these are no messages."""
     found: list[tuple[str, str]] = []
     for message in talk if isinstance(talk, list) else []:
         if isinstance(message, Mapping):
-            content = message.get("content", message.get("value"))
+            content = message.get("content")
             if not isinstance(content, str):
                 parts = content if isinstance(content, list) else []
                 content = "".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
-            found.append((str(message.get("role", message.get("from"))), content))
+            found.append((str(message.get("role")), content))
     return found
 
 

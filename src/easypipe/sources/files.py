@@ -292,7 +292,13 @@ def _at(file: FileRef, opened: io.FileIO, start: int, stop: int) -> bytes:
 
 
 def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
-    path = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
+    given = os.path.expanduser(text.removeprefix("file://"))
+    path = os.path.abspath(given)
+    here = (
+        ""
+        if os.path.isabs(given) or given[:1] == "~"
+        else ", which is relative to the current folder"
+    )
     if os.path.isdir(path):
         inside, links = [], []
         for root, folders, names in os.walk(path):
@@ -339,11 +345,11 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
                 at=text,
                 problem="the pattern matches no file",
                 have=few(names_in(folder)),
-                fix="Correct the pattern.",
+                fix=f"Correct the pattern{here}.",
             )
         return partitioned([_local(name) for name in sorted(matches, key=natural)], folder)
     near, fix = near_path(path)
-    fix = fix or "Check the path."
+    fix = fix or f"Check the path{here}."
     owner, *_ = text.split("/")
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) and not os.path.exists(owner):
         fix += f" If it is a dataset of the Hub: hf://datasets/{text}."

@@ -181,7 +181,7 @@ def partitioned(files: list[FileRef], root: str) -> list[FileRef]:
 def natural(path: str) -> list[tuple[int, int, str]]:
     """Returns a sort key under which part-2 comes before part-10."""
     return [
-        (0, int(part), "") if part.isdigit() else (1, 0, part)
+        (0, int(part), "") if part.isdecimal() else (1, 0, part)
         for part in re.split(r"([0-9]+)", path)
         if part
     ]

@@ -31,7 +31,9 @@ _AT_ONCE = 4  # files that are read in parallel
 def committed(folder: Path) -> list[int]:
     """Returns the steps that have a checkpoint in `folder`, oldest first."""
     return (
-        sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and path.is_dir())
+        sorted(
+            int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()
+        )
         if folder.is_dir()
         else []
     )
@@ -69,7 +71,7 @@ def checkpoints_below(path: Path) -> list[Path]:
 
     `path` is a checkpoint, a folder of them, or the output_dir of a run.
     """
-    if path.name.isdigit() and any((path / name).exists() for name in (CHECKSUMS, ARRAYS, RUN)):
+    if path.name.isdecimal() and any((path / name).exists() for name in (CHECKSUMS, ARRAYS, RUN)):
         return [path]
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     return [found for step in committed(folder) for found in checkpoints_below(folder / str(step))]
@@ -79,7 +81,7 @@ def sweep(folder: Path) -> None:
     """Removes what killed processes left in `folder`. No other process may be writing there."""
     for path in folder.iterdir():
         step, dot, _ = path.name.partition(".")
-        if not dot or not step.isdigit() or path.suffix not in _LOST:
+        if not dot or not step.isdecimal() or path.suffix not in _LOST:
             continue
         if path.suffix == _REPLACED and not (folder / step).exists():
             os.rename(path, folder / step)  # its replacement was not committed

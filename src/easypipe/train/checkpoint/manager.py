@@ -276,7 +276,7 @@ class CheckpointManager(Closeable):
             f"is not a checkpoint of {self._checkpoints.folder}",
             f"CheckpointManager({str(given.parent)!r}).load(...).",
         )
-        if not given.name.isdigit() or int(given.name) not in steps:
+        if not given.name.isdecimal() or int(given.name) not in steps:
             raise MissingFileError(
                 at=str(path),
                 problem=f"no such checkpoint (have: {', '.join(map(str, steps)) or 'none'})",

@@ -185,7 +185,7 @@ class ModelConfig:
         require(
             self.head_dim is not None or width % heads == 0,
             *(
-                ("hidden_size", f"{width} is not a multiple of num_heads {heads}")
+                ("hidden_size", f"{width} is not a multiple of num_heads {heads}, the default")
                 if _only_given(self, "hidden_size", "num_heads")
                 else ("num_heads", f"{heads} does not divide hidden_size {width}")
             ),

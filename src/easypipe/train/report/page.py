@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError, require
 from easypipe.core.pages import Section, commit_page, render, shown
 from easypipe.core.values import Json, JsonValue
+from easypipe.train.checkpoint.files import committed
 from easypipe.train.metrics.log import ROLLBACKS, SAMPLES, Record, read_metrics
 from easypipe.train.record import (
     BEST,
@@ -270,9 +271,7 @@ def _without_middle(section: Section) -> Section:
 def _summary(folder: Path, curves: Curves) -> list[tuple[str, JsonValue]]:
     """Returns the lines of the summary table."""
     first, last = curves.first, curves.last
-    checkpoints = sorted(
-        int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()
-    )
+    checkpoints = committed(folder / "checkpoints")
     return [
         ("folder", str(folder.absolute())),
         ("last step logged", last["step"]),

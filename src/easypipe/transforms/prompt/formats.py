@@ -111,7 +111,7 @@ class ChatFormat:
             self._few_shot = FewShot(
                 config.few_shot,
                 said,
-                lambda row: {name: self._talk(row[name]) for name in said},
+                lambda row: {name: self.messages_of(row[name]) for name in said},
                 lambda pool: [self._example(self._joined(row)) for row in pool],
                 "Give messages as rows have them.",
             )
@@ -223,10 +223,11 @@ class ChatFormat:
 
     def shared(self, one: Json, other: Json) -> int:
         """Returns how many first messages two conversations share; 0 if one is not a list."""
-        pair = self._talk(one), self._talk(other)
+        pair = self.messages_of(one), self.messages_of(other)
         return num_shared(*pair) if all(isinstance(talk, list) for talk in pair) else 0
 
-    def _talk(self, value: Json) -> Json:
+    def messages_of(self, value: Json) -> Json:
+        """Returns the messages of a column's value with OpenAI's keys and roles."""
         return self._reader.translated(value_of(value, keep=self._keep))
 
     def _answered(self, value: Json) -> Json:
@@ -239,7 +240,7 @@ class ChatFormat:
 
         The row is refused if one of the two holds no messages.
         """
-        talk = self._talk(row[self._messages])
+        talk = self.messages_of(row[self._messages])
         if self._answer is None:
             return talk
         answer = self._answered(row[self._answer])
