@@ -133,6 +133,9 @@ def test_commands_that_look_at_data(said: Said, tmp_path: Path, run_yaml: Path) 
     chats = jsonl(
         tmp_path / "chats.jsonl", [{"messages": talk("Hi")}, {"messages": talk("a", "b")}]
     )
+    turns = [{"who": who, "says": "Hi"} for who in ("the boss", "customer", "helper")]
+    strangers = jsonl(tmp_path / "strangers.jsonl", [{"chat": turns}])
+    numbers = jsonl(tmp_path / "numbers.jsonl", [{"a": 1}])
     page = tmp_path / "page.html"
     said.run("plan", run_yaml, "--no-prepare")
     said.run("plan", run_yaml)
@@ -150,6 +153,10 @@ def test_commands_that_look_at_data(said: Said, tmp_path: Path, run_yaml: Path) 
     said.run("discover", path)
     said.run("discover", path, "--column", "completion=answer", "--rows", "1")
     said.run("discover", path, "--column", "=answer")
+    said.run("discover", path, "--column", "completion=reply", "--rows", "0")
+    said.run("discover", path, "--column", "text=answer", "--role", "bot=user", "--rows", "0")
+    said.run("discover", strangers, "--rows", "0")
+    said.run("discover", numbers, "--rows", "0")
     said.run("discover", chats, "--role", "bot=assistant", "--html", page)
     said.run("masks", "chatml", "--messages", chats)
     said.run("masks", "{{ 'Hi' }}")

@@ -37,6 +37,7 @@ from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError, SourceError
 from easypipe.discovery import inspection
 from easypipe.discovery.page import page
+from easypipe.discovery.proposal import propose
 from hub_mirror import hub_mirror, publish  # noqa: F401  (a fixture)
 from page_cells import cells
 from pipelines import jsonl, tokenizer
@@ -516,8 +517,7 @@ def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
         unknown.propose()
     with pytest.raises(
         ConfigError,
-        match=r"Name them: kind='prompt_completion', columns=\{'prompt': ..., 'completion': "
-        r"...\}; on the command line --column prompt=COLUMN --column completion=COLUMN\.$",
+        match=r"Name them: kind='prompt_completion', columns=\{'prompt': ..., 'completion': ...\}\.$",
     ):
         unknown.propose(kind="prompt_completion")
     assert unknown.propose(kind="text", columns={"text": "a"}).fields["content_field"] == "a"
@@ -570,9 +570,7 @@ def test_who_speaks_is_not_guessed(tmp_path: Path) -> None:
     known = discover(jsonl(tmp_path / "known.jsonl", [talk("human", "gpt")] * 4))
     assert_reads(known)
     other = discover(jsonl(tmp_path / "other.jsonl", [talk("human", "bot")] * 4))
-    with pytest.raises(
-        ConfigError, match=r"unknown roles: 'bot'.*Say it: roles=\{'bot': 'assistant'\}"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown roles: 'bot'.*: roles=\{'bot': 'assistant'\}"):
         other.propose()
     said = other.propose(roles={"bot": "assistant"})
     for proposal in (known.propose(), said):
@@ -586,8 +584,39 @@ def test_who_speaks_is_not_guessed(tmp_path: Path) -> None:
         assert [piece.text for piece in segment.pieces or () if not piece.masked] == [
             "hello<|im_end|>"
         ]
-    with pytest.raises(ConfigError, match="roles: mean nothing to plain text"):
+    with pytest.raises(ConfigError, match="roles: has no effect on plain text"):
         discover([{"text": "a"}]).propose(roles={"bot": "assistant"})
+
+
+@pytest.mark.parametrize(
+    ("talks", "asked"),
+    [
+        (["customer helper boss", "boss customer helper"], "customer=user helper=assistant boss=ROLE"),
+        (["Ann Bob Ann Bob", "Ann Bob"], "Ann=user Bob=assistant"),
+        (["Ann Bob", "Bob Ann"], "Ann=ROLE Bob=ROLE"),
+        (["Ann Bob Eve"], "Ann=ROLE Bob=ROLE Eve=ROLE"),
+        (["system Ann gpt"], "Ann=user"),
+        (["gpt Ann"], "Ann=ROLE"),
+        (["helper customer"], "helper=assistant customer=user"),
+        (["human agent tool agent"], "agent=assistant"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("keys", [("from", "value"), ("who", "says"), ("role", "content")])
+def test_names_and_order_make_a_guess_of_who_answers_where_they_decide_it(
+    talks: list[str], asked: str, keys: tuple[str, str], tmp_path: Path
+) -> None:
+    rows = [
+        {"chat": [dict(zip(keys, (who, "x"), strict=True)) for who in talk.split()]}
+        for talk in talks
+    ]
+    [part] = discover(jsonl(tmp_path / "rows.jsonl", rows)).parts
+    with pytest.raises(ConfigError) as caught:
+        propose(part, typed=True)
+    typed = " ".join(f"--role {one}" for one in asked.split())
+    assert f": {typed}." in str(caught.value)
+    assert ("a guess" in str(caught.value)) == (asked.count("=") > asked.count("=ROLE"))
+    given = dict(one.split("=") for one in asked.replace("ROLE", "assistant").split())
+    assert part.propose(roles=given).config.prompt is not None
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -766,9 +795,7 @@ def test_the_case_of_roles_does_not_matter(tmp_path: Path) -> None:
     strangers = [
         {"conversations": [{"from": "Visitor", "value": "hi"}, {"from": "Host", "value": "hello"}]}
     ]
-    with pytest.raises(
-        ConfigError, match=r"Say it: roles=\{'Visitor': 'user', 'Host': 'assistant'\}"
-    ):
+    with pytest.raises(ConfigError, match=r"roles=\{'Visitor': 'user', 'Host': 'assistant'\}"):
         discover(strangers).propose()
     assert (
         not discover(strangers)
@@ -814,6 +841,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "a flag of its own": [{"messages": [TALK[0], TALK[1] | {"train": "yes"}]}],
     "nobody answers": [{"messages": TALK[:1]}, {"messages": TALK}],
     "other keys": [{"chat": [{"speaker": "user", "text": "hi"}, {"speaker": "bot", "text": "x"}]}],
+    "keys of their own": [
+        {"chat": [{"who": "user", "says": "hi"}, {"who": "assistant", "says": "x"}]}
+    ],
+    "keys that nobody knows": [{"chat": [{"wer": "user", "sagt": "hi"}]}],
     "sharegpt": [{"conversations": SPOKEN, "tools": "[]"}],
     "strangers": [{"conversations": [{"from": who, "value": "x"} for who in "abc"]}],
     "alpaca": [{"instruction": "i", "input": "in", "output": "o"}],

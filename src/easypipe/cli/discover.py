@@ -11,7 +11,7 @@ import typer
 
 from easypipe.cli.arguments import AsJson, Html
 from easypipe.cli.show import require_one, say, write_page
-from easypipe.core.errors import ConfigError, require
+from easypipe.core.errors import ConfigError, moved, require
 
 if TYPE_CHECKING:
     from easypipe.discovery.findings import Discovery
@@ -117,11 +117,16 @@ def _proposals(
     found: Discovery, columns: dict[str, str], roles: dict[str, str]
 ) -> Iterator[Proposal | ConfigError]:
     """Yields the proposal for each part, or the error that says why there is none."""
+    from easypipe.discovery.proposal import propose
+    from easypipe.transforms.columns.kinds import OPTIONS
+
     for part in found.parts:
         try:
-            yield part.propose(columns=columns or None, roles=roles or None)
+            yield propose(part, columns=columns or None, roles=roles or None, typed=True)
         except ConfigError as error:
-            yield error
+            name, dot, part_of = error.at.partition(".")
+            at = f"{OPTIONS[name]}{dot and ' '}{part_of}" if name in OPTIONS else error.at
+            yield moved(error, at)
 
 
 def _decisions(texts: list[str] | None, option: str) -> dict[str, str]:

@@ -95,8 +95,8 @@ class Part:
         Args:
             kind: The kind of rows; None: it is guessed.
             columns: The columns that you choose ({"prompt": "question"}); the others are guessed.
-            roles: The role of each speaker ({"bot": "assistant"}), for ShareGPT rows with other
-                names of roles.
+            roles: The role of each speaker ({"bot": "assistant"}), for conversations whose
+                speakers have other names.
 
         Raises:
             ConfigError: Two columns fit equally well (both are named), no kind fits, a speaker is

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
 import yaml
 
 from easypipe.core.config import fields_of, is_config, to_dict
@@ -15,8 +16,18 @@ from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import JsonValue, Row, Settings
 from easypipe.stages.source.config import DatasetConfig
+from easypipe.transforms.chat.columns import is_messages
 from easypipe.transforms.chat.conversations import MessageReader, Wrong, value_of, wrong_messages
-from easypipe.transforms.columns.kinds import CONTENT, SLOTS, TITLES, Kind, guess_kind
+from easypipe.transforms.columns.kinds import (
+    CONTENT,
+    SLOTS,
+    SPEAKER,
+    TITLES,
+    Kind,
+    decisions,
+    guess_kind,
+    plain,
+)
 from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.fields import text_of
 from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
@@ -33,6 +44,14 @@ _REMARKS = {
     ),
 }
 WRITTEN = ("user", "assistant", "system", "tool")  # the roles that chat templates know
+# What other names of speakers likely mean: they are suggested, and never mapped silently.
+_LIKELY = {
+    **dict.fromkeys(("customer", "client", "visitor", "guest", "caller", "prompter"), "user"),
+    **dict.fromkeys(
+        ("bot", "chatbot", "ai", "model", "llm", "agent", "helper", "support", "advisor"),
+        "assistant",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +122,7 @@ def _wrong(kind: Kind, row: Row, roles: Mapping[str, str] | None) -> Wrong | Non
     if kind.name == "unpaired" and values["label"] is None:
         return "no_verdict", f"column {kind.column('label')!r} is null"
     if kind.name in ("messages", "sharegpt") or kind.roles:
-        renamed = kind.name == "sharegpt" or names_roles_otherwise(kind)
+        renamed = kind.name == "sharegpt" or names_roles_otherwise(kind) or roles
         known = {**ROLES, **(roles or {})} if renamed else None
         reader = MessageReader(known, fields=kind.fields or None)
         for slot in ("messages", "conversations", "chosen", "rejected", "completion"):
@@ -124,7 +143,7 @@ def _wrong(kind: Kind, row: Row, roles: Mapping[str, str] | None) -> Wrong | Non
 
 
 def _wrong_talk(reader: MessageReader, value: JsonValue) -> Wrong | None:
-    talk = reader.translated(value_of(value, keep=("role", "from", *CONTENT)))
+    talk = reader.translated(value_of(value, keep=(*SPEAKER, *CONTENT)))
     wrong = wrong_messages(talk) or reader.wrong_flags(talk)
     if wrong is None and not any(message["role"] == "assistant" for message in talk):
         return NOTHING_TO_TRAIN, "no message in it is from the assistant"
@@ -198,8 +217,16 @@ def propose(
     kind: str | None = None,
     columns: Mapping[str, str] | None = None,
     roles: Mapping[str, str] | None = None,
+    typed: bool = False,
 ) -> Proposal:
     """Returns a proposed config for a Part.
+
+    Args:
+        part: The Part.
+        kind: As in Part.propose.
+        columns: As in Part.propose.
+        roles: As in Part.propose.
+        typed: Whether errors ask for options of the command line, and not for arguments of Python.
 
     Raises:
         ConfigError: Two columns fit equally well, no kind fits, a speaker is unknown, or none of
@@ -214,36 +241,32 @@ def propose(
         )
     if kind is not None or columns:
         found = guess_kind(part.schema, part.rows, kind=kind, columns=columns)
-    found.require_decided(part.name)
+    found.require_decided(part.name, typed=typed)
     if found.name == "unknown":
         asked = "" if kind is None else f" that make {TITLES[kind]}"
-        wanted = kind or "text"
-        slots = [slot.name for slot in SLOTS[wanted] if slot.required]
-        named = ", ".join(f"{slot!r}: ..." for slot in slots)
-        typed = " ".join(f"--column {slot}=COLUMN" for slot in slots)
-        others = "" if kind is not None else f"; kinds are {', '.join(SLOTS)}"
         raise ConfigError(
             at=part.name,
             problem=f"no columns{asked} among them",
             have=[column.name for column in part.columns],
-            fix=f"Name them: kind={wanted!r}, columns={{{named}}}{others}; on the command line "
-            f"{typed}.",
+            fix=f"Name them: {_wanted(kind, typed=typed)}.{_hint(part.schema)}",
         )
     if found.name == "preference":
         found = _with_one_prompt(part.name, found, part.rows)
     reasons = (
         *part.because,
         *(f"{choice.slot} = {choice.column!r}: {choice.reason}" for choice in found.choices),
+        *(f"{name} = {key!r}: a key of the messages" for name, key in found.fields.items()),
         *_REMARKS.get(found.name, ()),
     )
-    _check_roles(part.name, found, roles or {})
+    _check_roles(part.name, found, roles or {}, part.rows, typed=typed)
     trial = try_rows(found, part.rows, roles)
     require(
         not trial.failed,
         part.name,
         f"{TITLES[found.name]} by their columns "
         f"({', '.join(choice.column for choice in found.choices)}), but {trial}",
-        "Decide otherwise (kind=, columns=), or change the rows with format_callback.",
+        f"Decide otherwise ({'--column PART=COLUMN' if typed else 'kind=, columns='}), or change "
+        "the rows with format_callback.",
     )
     return Proposal(
         kind=found,
@@ -253,31 +276,75 @@ def propose(
     )
 
 
-def _check_roles(at: str, found: Kind, roles: Mapping[str, str]) -> None:
+def _wanted(kind: str | None, *, typed: bool) -> str:
+    """Returns how the columns of a kind of rows are named; of plain text, if there is none."""
+    parts = {name: [slot.name for slot in slots if slot.required] for name, slots in SLOTS.items()}
+    named = decisions("columns", dict.fromkeys(parts[kind or "text"]), typed=typed)
+    if typed:
+        others = "; ".join(", ".join(own) for name, own in parts.items() if name != "text")
+        return named if kind else f"{named}, or the parts of another kind ({others})"
+    others = "" if kind else f"; kinds are {', '.join(SLOTS)}"
+    return f"kind={kind or 'text'!r}, {named}{others}"
+
+
+def _hint(schema: pa.Schema) -> str:
+    """Returns how a column of objects is read if they are messages with keys of their own."""
+    for field in schema:
+        if is_messages(field.type):
+            keys = ", ".join(inside.name for inside in field.type.value_type)
+            return (
+                f" If {field.name!r} holds conversations, write content_field: {field.name} and "
+                f"message_fields: {{role: KEY, content: KEY}}, with two of its keys {keys}."
+            )
+    return ""
+
+
+def _check_roles(
+    at: str, found: Kind, roles: Mapping[str, str], rows: Sequence[Row], *, typed: bool
+) -> None:
     """Checks that every speaker is known, and that rows without speakers are given no roles.
 
     Raises:
         ConfigError: A speaker is unknown, or roles have no effect.
     """
-    if found.name == "sharegpt":
-        known = {**ROLES, **roles}
-        spoken = {role: known.get(role, known.get(role.lower())) for role in found.roles}
-        unknown = [role for role, meaning in spoken.items() if meaning is None]
-        if unknown:
-            # a conversation begins with its user, and the assistant answers
-            left = [role for role in ("user", "assistant") if role not in spoken.values()]
-            left = left or ["assistant"]
-            likely = {name: left[min(i, len(left) - 1)] for i, name in enumerate(unknown)}
-            raise ConfigError(
-                at=at,
-                problem=f"unknown roles: {', '.join(map(repr, unknown))}",
-                have=ROLES,
-                fix=f"Say it: roles={likely}.",
-            )
-    elif roles:
-        raise ConfigError(
-            at="roles", problem=f"mean nothing to {TITLES[found.name]}", fix="Leave them out."
-        )
+    if found.name not in ("sharegpt", "messages"):
+        problem = f"has no effect on {TITLES[found.name]}"
+        require(not roles, "roles", problem, "Leave it out.")
+        return
+    if found.name == "messages" and not roles and "assistant" in found.roles:
+        return  # chat templates may know further roles
+    known = {**ROLES, **roles}
+    spoken = {role: known.get(role, known.get(role.lower())) for role in found.roles}
+    unknown = [role for role, meaning in spoken.items() if meaning is None]
+    likely = _likely_roles(spoken, found.speakers(rows))
+    named = decisions("roles", {role: likely[role] for role in unknown}, typed=typed)
+    check = " What is filled in is a guess: check it." if any(map(likely.get, unknown)) else ""
+    require(
+        not unknown,
+        at,
+        f"unknown roles: {', '.join(map(repr, unknown))}",
+        f"Say who is user, assistant, system or tool: {named}.{check}",
+        ROLES,
+    )
+
+
+def _likely_roles(
+    spoken: Mapping[str, str | None], talks: Sequence[Sequence[str]]
+) -> dict[str, str | None]:
+    """Returns the likely role of each speaker, or None where neither name nor order decides it.
+
+    Order decides between two: one begins all conversations, and the other has all last words.
+    """
+    likely = {name: role or _LIKELY.get(plain(name)) for name, role in spoken.items()}
+    two = [name for name, role in likely.items() if role in (None, "user", "assistant")]
+    turns = [[name for name in talk if name in two] for talk in talks]
+    ends = {(talk[0], talk[-1]) for talk in turns if talk}
+    if len(two) == 2 and len(ends) == 1:
+        first, last = ends.pop()
+        by_order = {first: "user", last: "assistant"}
+        if first != last and all(likely[name] in (None, by_order[name]) for name in two):
+            return likely | by_order
+    return likely
 
 
 def _with_one_prompt(at: str, found: Kind, rows: Sequence[Row]) -> Kind:
@@ -344,7 +411,7 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None, rows: Sequence[Row]) ->
         own = {"prompt_field": column["prompt"], "completion_field": column["completion"]}
         verdict = {"desirable_field": column["label"]} if "label" in column else {}
         return own | verdict | named
-    if kind.name == "messages" and not names_roles_otherwise(kind):
+    if kind.name == "messages" and not names_roles_otherwise(kind) and not roles:
         return {"content_field": column["messages"]} | named
     if kind.name == "tokens":
         own = column[INPUT_IDS]

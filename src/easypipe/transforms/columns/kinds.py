@@ -6,7 +6,9 @@ If two columns fit equally well, neither is proposed: only the user knows which 
 
 from __future__ import annotations
 
+import itertools
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
@@ -92,15 +94,34 @@ class Tie:
     columns: tuple[str, ...]
     why: str
 
-    def error(self, at: str) -> ConfigError:
-        """Returns the error that asks the user to choose."""
+    def error(self, at: str, *, typed: bool = False) -> ConfigError:
+        """Returns the error that asks the user to choose; `typed` as in `decisions`."""
         names = " and ".join(repr(name) for name in self.columns)
+        chosen = decisions("columns", {self.slot: self.columns[0]}, typed=typed)
         return ConfigError(
             at=at,
             problem=f"columns {names} fit {self.slot!r} equally well: {self.why}",
             have=self.columns,
-            fix=f"Say which one is meant: columns={{{self.slot!r}: {self.columns[0]!r}}}.",
+            fix=f"Say which one is meant: {chosen}.",
         )
+
+
+OPTIONS = {"columns": "--column", "roles": "--role"}  # what `easypipe discover` calls decisions
+
+
+def decisions(name: str, decided: Mapping[str, str | None], *, typed: bool) -> str:
+    """Returns decisions in the words in which the user makes them.
+
+    Args:
+        name: `columns` or `roles`.
+        decided: What is decided; None is for the user to fill in.
+        typed: Whether the user types options of the command line, and not Python.
+    """
+    if typed:
+        words = (f"{key}={value or name[:-1].upper()}" for key, value in decided.items())
+        return " ".join(f"{OPTIONS[name]} {shlex.quote(word)}" for word in words)
+    pairs = (f"{key!r}: {value!r}" if value else f"{key!r}: ..." for key, value in decided.items())
+    return f"{name}={{{', '.join(pairs)}}}"
 
 
 Match = tuple[tuple[Choice, ...], tuple[Tie, ...]]  # what was found, and what is undecided
@@ -300,7 +321,9 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 }
 
 
-CONTENT = ("content", "text", "value")  # keys under which messages of a role may have their text
+# keys under which messages may say who speaks, and have their text
+SPEAKER = ("role", "from", "speaker", "who", "sender")
+CONTENT = ("content", "text", "value", "message", "says", "said", "utterance", "body")
 # the kinds, besides ShareGPT's, whose columns may hold messages of role and content
 _CHAT_KINDS = ("messages", "preference", "unpaired", "prompt_completion", "prompts")
 
@@ -330,10 +353,24 @@ class Kind:
         """Returns the column that is proposed for a slot, or None."""
         return next((choice.column for choice in self.choices if choice.slot == slot), None)
 
-    def require_decided(self, at: str) -> None:
+    def require_decided(self, at: str, *, typed: bool = False) -> None:
         """Raises ConfigError naming the columns between which only the user can choose."""
         if self.ties:
-            raise self.ties[0].error(at)
+            raise self.ties[0].error(at, typed=typed)
+
+    def speakers(self, rows: Sequence[Row]) -> list[list[str]]:
+        """Returns who speaks in each conversation of `rows`, message by message."""
+        key = "from" if self.name == "sharegpt" else self.fields.get("role", "role")
+        talks = (
+            talk
+            for choice in self.choices
+            if choice.slot != "tools"
+            for talk in _conversations(rows, choice.column)
+        )
+        said = (
+            [message.get(key) for message in talk if isinstance(message, Mapping)] for talk in talks
+        )
+        return [[str(name) for name in names if name is not None] for names in said]
 
     def __str__(self) -> str:
         parts = [TITLES[self.name]]
@@ -415,20 +452,19 @@ def _kind(name: str, found: Match, rows: Sequence[Row]) -> Kind:
         for message in conversation
         if isinstance(message, Mapping)
     ]
-    said = [message.get("from" if name == "sharegpt" else "role") for message in messages]
-    roles = dict.fromkeys(str(role) for role in said if role is not None)
+    kind = replace(kind, fields={} if name == "sharegpt" else _fields(messages))
+    roles = dict.fromkeys(itertools.chain.from_iterable(kind.speakers(rows)))
     tools = kind.column("tools")
     named = tools is not None and any(row.get(tools) for row in rows)
-    called = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
-    fields = {} if name == "sharegpt" else _fields(messages)
-    return replace(kind, roles=tuple(roles), tools=named or called, fields=fields)
+    called = "tool" in roles or any(message.get("tool_calls") for message in messages)
+    return replace(kind, roles=tuple(roles), tools=named or called)
 
 
 def _fields(messages: Sequence[Mapping[str, Json]]) -> Mapping[str, str]:
-    """Returns the keys that messages have for `content`, and their parts for `text`."""
+    """Returns the keys that messages have for `role` and `content`, and their parts for `text`."""
     keys = {key for message in messages for key in message}
-    other = next((key for key in CONTENT[1:] if key in keys), None)
-    found = {"content": other} if other is not None and "content" not in keys else {}
+    first = {names[0]: [key for key in names if key in keys][:1] for names in (SPEAKER, CONTENT)}
+    found = {name: key for name, present in first.items() for key in present if key != name}
     said = [message.get(found.get("content", "content")) for message in messages]
     parts = [part for parts in said if isinstance(parts, list) for part in parts]
     inside = {key for part in parts if isinstance(part, Mapping) for key in part}
@@ -451,7 +487,9 @@ def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
     if kind == "sharegpt":
         return conversation and _says(("from", "value"), field, rows)
     if kind == "messages":
-        return conversation and any(_says(("role", key), field, rows) for key in CONTENT)
+        shared = conversation and _says(("from", "value"), field, rows)
+        pairs = itertools.product(SPEAKER[:1] if shared else SPEAKER, CONTENT)
+        return conversation and any(_says(pair, field, rows) for pair in pairs)
     if kind in _CHAT_KINDS and conversation:
         return _says(("role", "content"), field, rows)
     return text and not conversation
@@ -463,7 +501,9 @@ def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Row]) -> bool:
         inside = field.type.value_type
         return all(inside.get_field_index(key) >= 0 for key in keys)
     first = _conversations(rows, field.name)[0]
-    return all(isinstance(message, Mapping) and keys[0] in message for message in first)
+    return all(isinstance(message, Mapping) and keys[0] in message for message in first) and any(
+        keys[1] in message for message in first
+    )
 
 
 def _conversations(rows: Sequence[Row], column: str) -> list[list[Json]]:
