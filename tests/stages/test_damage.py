@@ -9,15 +9,16 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
-from easypipe import Pipeline, SaveStageConfig
+from easypipe import DatasetConfig, Pipeline, PipelineConfig, SaveStageConfig
 from easypipe.core import storage
 from easypipe.core.checked import _told, read_checked
 from easypipe.core.config import to_dict
 from easypipe.save.verify import verify
-from pipelines import config, jsonl
+from pipelines import config, jsonl, tokenizer
 
 
 def chain(folder: Path) -> Pipeline:
@@ -125,6 +126,21 @@ def test_a_quarantine_file_is_written_again(
         assert batches(folder) == expected
         assert f"{quarantine} is gone or damaged, and is written again" in caplog.text
         assert quarantine.read_bytes() == before
+
+
+def test_a_bucket_without_its_quarantine_file_is_verified(tmp_path: Path) -> None:
+    rows = jsonl(tmp_path / "rows.jsonl", [{"text": "one two"}, {"text": None}])
+    dataset = DatasetConfig(data_files=str(rows), on_error="quarantine")
+    url = f"memory://quarantine/{tmp_path.name}"
+    options = {"default_tokenizer": tokenizer(), "seed": 0, "cache_dir": url}
+    pipeline = Pipeline(PipelineConfig(datasets=(dataset,), **options)).source().tokenize()
+    pipeline.prepare()
+    [quarantine] = fsspec.filesystem("memory").glob(f"{url}/manifests/*.quarantine.jsonl")
+    fsspec.filesystem("memory").rm(quarantine)
+    [found] = verify(url)
+    assert [one.what for one in found.problems] == ["the quarantine file is missing or damaged"]
+    pipeline.repair(url)
+    assert all(one.ok for one in verify(url))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -37,6 +37,7 @@ from easypipe.cache.folder import RemoteFolder
 from easypipe.cache.location import cache_folder
 from easypipe.cache.manifest import manifest_json
 from easypipe.cache.reader import TokenCache
+from easypipe.cache.remote import STRETCH
 from easypipe.cache.writer import CacheWriter
 from easypipe.core import remote, storage
 from easypipe.core.protocols import TokenInfo
@@ -200,6 +201,22 @@ def test_a_folder_whose_room_cannot_be_given_back_is_named(
     staging.punch(0, BLOCK)
 
 
+def test_a_full_disk_is_named(two: tuple[TokenCache, str], tmp_path: Path) -> None:
+    cache = opened(two[1], tmp_path, staging_dir=tmp_path)
+    staging = cache.folder.staging
+    assert staging is not None
+    file = staging._file
+    with open("/dev/full", "wb", buffering=0) as full:
+        staging._file = full  # as of a full disk, it has no space
+        told = rf"^{tmp_path}: cannot be written: .*No space left.* or set cache.staging_dir\."
+        with pytest.raises(StorageError, match=told):
+            cache.tokens(0)
+        with pytest.raises(StorageError, match=rf"^{tmp_path}: cannot be written: "):
+            staging.reserve(2 * STRETCH)
+    staging._file = file
+    np.testing.assert_array_equal(cache.tokens(0), two[0].tokens(0))
+
+
 def test_reading_ranges_fetches_less_than_shards(
     two: tuple[TokenCache, str], tmp_path: Path
 ) -> None:
@@ -296,7 +313,7 @@ def test_staging_dir_is_where_fetched_tokens_are(
     file = cache.folder.staging._file.fileno()  # type: ignore[union-attr]
     assert os.readlink(f"/proc/self/fd/{file}").startswith(str(tmp_path / "fast"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"file: cannot be written: .*Set cache.staging_dir"):
+    with pytest.raises(StorageError, match=r"file: cannot be written: .*set cache.staging_dir"):
         opened(two[1], tmp_path, staging_dir=tmp_path / "file")
 
 

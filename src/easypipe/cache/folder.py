@@ -69,13 +69,10 @@ class CacheFolder:
         if not manifest.quarantine:
             return True
         path = self.at("manifests", manifest.quarantine)
-        if not self.remote and not Path(path).is_file():
+        if storage.size_of(path, self.options) is None:
             return False
-        try:
-            with raising(StorageError, path, "cannot be read", "Check the path and permissions."):
-                found = storage.checksum(path, self.options)
-        except FileNotFoundError:
-            return False
+        with raising(StorageError, path, "cannot be read", "Check the path and permissions."):
+            found = storage.checksum(path, self.options)
         return manifest.quarantine_checksum in ("", found.checksum)
 
     def content(self, file: str) -> pa.Buffer:

@@ -36,7 +36,7 @@ from easypipe.cache.manifest import Part
 from easypipe.cache.mapping import AGAIN, require_sound, token_batch
 from easypipe.core import storage
 from easypipe.core.aligned import numbers_of
-from easypipe.core.errors import CacheError, MissingFileError, StorageError
+from easypipe.core.errors import CacheError, MissingFileError, StorageError, raising
 from easypipe.core.remote import StorageOptions
 from easypipe.core.threads import Threads
 from easypipe.core.values import Int64, Integers
@@ -72,14 +72,12 @@ class Staging:
         Raises:
             StorageError: The file cannot be made.
         """
-        try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(prefix="easypipe-staged-", dir=folder, buffering=0)  # noqa: SIM115 (goes with this object)
-        except OSError as error:
-            raise StorageError(
-                at=str(folder), problem=f"cannot be written: {error}", fix="Set cache.staging_dir."
-            ) from error
+        self._folder = Path(tempfile.gettempdir()) if folder is None else folder
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(  # noqa: SIM115  (goes with this object)
+                prefix="easypipe-staged-", dir=self._folder, buffering=0
+            )
         self.capacity = capacity
         self.used = 0
         self.fetched_bytes = 0
@@ -91,6 +89,10 @@ class Staging:
         self._warned = False
         self.pool = Threads(REQUESTS, thread_name_prefix="easypipe-stage")
 
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        fix = "Check space and permissions there, or set cache.staging_dir."
+        return raising(StorageError, self._folder, "cannot be written", fix)
+
     def reserve(self, num_bytes: int) -> tuple[int, memoryview]:
         """Returns the offset and map of space for a part; no disk is used yet.
 
@@ -100,23 +102,23 @@ class Staging:
             base, step = self._size, max(BLOCK, mmap.ALLOCATIONGRANULARITY)
             size = -(-num_bytes // step) * step
             if base + size > self._stretch + len(self._map):
-                length = max(STRETCH, size)
-                os.ftruncate(self._file.fileno(), base + length)
-                self._stretch, self._map = (
-                    base,
-                    memoryview(
-                        mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_READ, offset=base)
-                    ),
-                )
+                length, file = max(STRETCH, size), self._file.fileno()
+                with self._writing():
+                    os.ftruncate(file, base + length)
+                room = f"no room for the addresses of {length} bytes"
+                with raising(StorageError, self._folder, room, "Raise ulimit -v."):
+                    mapped = mmap.mmap(file, length, access=mmap.ACCESS_READ, offset=base)
+                self._stretch, self._map = base, memoryview(mapped)
             self._size += size
             return base, self._map[base - self._stretch :][:num_bytes]
 
     def write(self, offset: int, data: bytes) -> None:
         """Writes fetched bytes into the file."""
         view = memoryview(data)
-        while view:
-            done = os.pwrite(self._file.fileno(), view, offset)
-            offset, view = offset + done, view[done:]
+        with self._writing():
+            while view:
+                done = os.pwrite(self._file.fileno(), view, offset)
+                offset, view = offset + done, view[done:]
         with self._lock:
             self.fetched_bytes += len(data)
 
