@@ -31,7 +31,7 @@ from easypipe.core.errors import BudgetError, ConfigError, SourceError
 from easypipe.core.protocols import Reject
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.memory import InMemoryShardedSource
-from pipelines import tokenizer
+from pipelines import config, jsonl, tokenizer
 from strategies import examples
 
 
@@ -139,6 +139,17 @@ def test_the_quarantine_has_a_line_for_every_bad_row(
     assert lines[0]["detail"] == "first"
     assert len(checksum) == 32
     assert "ä" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_quarantine_file_that_goes_with_the_process_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bool
+) -> None:
+    rows = jsonl(tmp_path / "rows.jsonl", [{"text": "one"}, {"text": None}])
+    dataset = DatasetConfig(data_files=str(rows), on_error="quarantine", cache_enabled=kept)
+    pipeline = Pipeline(config(tmp_path, datasets=(dataset,))).source().tokenize()
+    file = pipeline.tokenized()["dataset1"].materialize().quarantine
+    assert (f"{file} is removed when this process ends" in caplog.text) != kept
 
 
 @pytest.mark.parametrize("packed", [False, True])

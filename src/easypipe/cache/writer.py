@@ -257,6 +257,13 @@ class CacheWriter(Generic[R]):
                 quarantine, checksum = write_quarantine(
                     self.folder, key, self._records(ranges), source, column
                 )
+                if self.folder.temporary:
+                    log.warning(
+                        "dataset %s: its tokens are not kept, and neither are its bad rows: %s is "
+                        "removed when this process ends",
+                        self.dataset,
+                        self.folder.at("manifests", quarantine),
+                    )
             identity = self.encoder.tokenizer_identity
             manifest = Manifest(
                 dataset=self.dataset,
