@@ -140,9 +140,9 @@ def test_the_type_of_a_column_that_holds_both(
     rows = rows[::-1] if turned else rows
     if kind is REFUSED:
         with pytest.raises(SourceError, match=r"column 'x'.*no common type"):
-            columns_of(rows, "rows")
+            columns_of(enumerate(rows), "rows")
         return
-    found = columns_of(rows, "rows").field("x").type
+    found = columns_of(enumerate(rows), "rows").field("x").type
     if pa.types.is_struct(kind):
         assert {field.name: field.type for field in found} == {f.name: f.type for f in kind}
     else:
@@ -171,6 +171,6 @@ def test_the_order_of_rows_does_not_decide_the_type(
         rows = [{"x": value} for value in order]
         if kind is REFUSED:
             with pytest.raises(SourceError, match=r"column 'x'.*no common type"):
-                columns_of(rows, "rows")
+                columns_of(enumerate(rows), "rows")
         else:
-            assert columns_of(rows, "rows").field("x").type == kind
+            assert columns_of(enumerate(rows), "rows").field("x").type == kind

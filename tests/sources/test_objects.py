@@ -94,13 +94,13 @@ def test_rows_that_are_filtered_out() -> None:
         (
             [{"a": 1}, 5],
             "memory, row 1: expected a dict with names of columns, got int. Map it to rows like "
-            "{'text': ...}.",
+            "{'text': ...}, or set on_error to 'skip'.",
         ),
         ([], "memory: has no row from which columns can be determined. Give data with rows."),
         (
             [{"a": 1}, {"a": "x"}],
-            "memory, column 'a': its values have no common type: int64 and large_string. Give "
-            "every row the same type.",
+            "memory, row 1, column 'a': its values have no common type: int64 and large_string. "
+            "Give every row the same type, or set on_error to 'skip'.",
         ),
         (
             [{"a": 1}] * 1024 + [{"b": 1}],

@@ -9,7 +9,7 @@ import re
 import sqlite3
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -405,6 +405,34 @@ def fails() -> Iterator[dict[str, Any]]:
     raise OSError("the line is down")
 
 
+class Listed(ShardedDataSource):
+    shard_names = ("one",)
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def open_shard(self, shard_name: str) -> Iterator[Any]:
+        yield from self.rows
+
+
+class ListedAtRow(Listed):
+    def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[Any]:
+        yield from self.rows[row:]
+
+
+class ByNumber:
+    """Rows by number, as torch's datasets have them."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.rows[number]
+
+
 class Nameless:
     def open_shard(self, name: str) -> Iterator[dict[str, Any]]:
         raise AssertionError(name)
@@ -440,10 +468,24 @@ class Rowless(ShardedDataSource):
         ),
         (lambda: iter(()), "d: has no row from which columns can be determined"),
         (
-            lambda: iter([{"a": 1}, {"a": "x"}]),
-            "d, column 'a': its values have no common type: int64 and large_string",
+            lambda: iter([{"a": 1}, {"a": 2, "b": 1}, {"a": "x"}, {"a": 1.5}]),
+            "d, row 2, column 'a': its values have no common type: int64 and large_string. Give .*, "
+            "or set on_error to 'skip'",
         ),
-        (lambda: iter([5]), "d, row 0: expected a dict with names of columns, got int"),
+        (
+            ByNumber([{"a": []}, {"a": {"b": 1}}]),
+            "d, row 1, column 'a': its values have no common type",
+        ),
+        (
+            Listed([{"a": "x"}] * 7 + [{"a": "a\ud800"}]),
+            r"d, shard 'one', row 7, column 'a': is not Unicode text: '\\ud800' is half of a "
+            r"surrogate pair. Replace it, as text.encode\('utf-8', 'replace'\).decode\(\) does, or "
+            "set on_error to 'skip'",
+        ),
+        (
+            lambda: iter([5]),
+            "d, row 0: expected a dict with names of columns, got int. Map .*, or set on_error",
+        ),
         (
             lambda: iter([{"a": 1}] * 1100 + [{"b": 1}]),
             "d, row 1100: column 'b' is not in the first 1024 rows",
@@ -686,34 +728,6 @@ def test_version_has_no_effect_on_what_is_known_by_its_content() -> None:
         open_object(open_object(rows), version="1")
 
 
-class Listed(ShardedDataSource):
-    shard_names = ("one",)
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def open_shard(self, shard_name: str) -> Iterator[Any]:
-        yield from self.rows
-
-
-class ListedAtRow(Listed):
-    def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[Any]:
-        yield from self.rows[row:]
-
-
-class ByNumber:
-    """Rows by number, as torch's datasets have them."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.rows[number]
-
-
 @pytest.mark.parametrize("at", [0, 300, 1300], ids=["first", "early", "later"])
 @pytest.mark.parametrize("bad", [{"text": 5}, 7, {"text": "x", "other": 1}], ids=str)
 @pytest.mark.parametrize("make", [Listed, ListedAtRow, ByNumber])
@@ -739,10 +753,15 @@ def test_a_bad_row_under_skip_is_left_out_and_counted(
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_bad_row_of_an_own_source_stands_in_the_ledger(streaming: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given", [Listed, list, lambda rows: {"text": [row["text"] for row in rows]}]
+)
+def test_a_bad_row_of_python_stands_in_the_ledger(
+    given: Callable[[list[Any]], Any], streaming: bool, tmp_path: Path
+) -> None:
     rows: list[Any] = [{"text": text} for text in texts(30)]
     dataset = DatasetConfig(
-        name="d", data_files=Listed([*rows, {"text": 5}]), tokenizer=tokenizer(), on_error="skip"
+        name="d", data_files=given([*rows, {"text": 5}]), tokenizer=tokenizer(), on_error="skip"
     )
     chain = Pipeline(
         PipelineConfig(datasets=[dataset], seed=1, cache_dir=tmp_path, streaming=streaming)

@@ -173,7 +173,9 @@ def test_bad_token_rows_are_quarantined_and_counted_against_the_budget(tmp_path:
         (n, "bad_tokens", f"[{n}, 999]") for n in (1, 4, 7)
     ]
     assert "token 999 is outside the vocabulary" in told[0]["detail"]
-    with pytest.raises(BudgetError, match=r"row 7, .* bad row number 3 \(bad_tokens: token 999"):
+    with pytest.raises(
+        BudgetError, match=r"row 7, .* bad row number 3 of dataset 'x' \(bad_tokens: token 999"
+    ):
         pipeline(tmp_path, rows, on_error="skip", max_bad_rows=2).pack(PACK).ledger()
 
 

@@ -85,7 +85,7 @@ def test_the_row_that_is_one_too_many_is_named(
     with pytest.raises(kind) as caught:
         charge_all()
     assert str(caught.value).startswith(f"{over[0]}, row {over[1]}, column 'text': ")
-    number = f"bad row number {allowed + 1} (null: d), and max_bad_rows is {most}"
+    number = f"bad row number {allowed + 1} of dataset 'd' (null: d), and max_bad_rows is {most}"
     assert (number in str(caught.value)) == (on_error == "skip")
     assert budget.bad == allowed + 1
 

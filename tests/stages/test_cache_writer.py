@@ -596,7 +596,7 @@ def test_the_budget_is_charged_in_shard_order(tmp_path: Path, workers: int) -> N
             num_workers=workers,
         )
     assert str(caught.value) == (
-        "shard-1, row 4, column 'text': bad row number 3 (null: no value), and max_bad_rows is 2. "
+        "shard-1, row 4, column 'text': bad row number 3 of dataset 'd' (null: no value), and max_bad_rows is 2. "
         "Correct the rows, or raise max_bad_rows."
     )
     assert (

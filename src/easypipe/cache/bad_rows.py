@@ -55,12 +55,14 @@ class ErrorBudget:
             self.bad += min(reject.count, left + 1)
             at = place(record.shard_name, row=reject.row + left, column=self.label)
             if self.on_error == "error":
-                raise bad_row(at, reject)
+                error = bad_row(at, reject)
+                error.add_note(f"while tokenizing dataset {self.dataset!r}")
+                raise error
             if left < reject.count:
                 raise BudgetError(
                     at=at,
-                    problem=f"bad row number {self.bad} ({reject.reason}: {reject.detail}), and "
-                    f"max_bad_rows is {self.max_bad_rows}",
+                    problem=f"bad row number {self.bad} of dataset {self.dataset!r} "
+                    f"({reject.reason}: {reject.detail}), and max_bad_rows is {self.max_bad_rows}",
                     fix="Correct the rows, or raise max_bad_rows.",
                 )
 

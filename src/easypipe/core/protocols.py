@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, place, require_known
+from easypipe.core.errors import EasypipeError, SourceError, place, require_known
 from easypipe.core.identity import name_of, raise_named
 from easypipe.core.schema import ROW_NUMBER, data_columns
 from easypipe.core.values import Batch, Int64, Record
@@ -450,6 +450,8 @@ def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
     at = f"{one.name}, rows {start}:{stop}"
     try:
         batch = source.read(shard, start, stop)
+    except EasypipeError:
+        raise
     except Exception as error:  # noqa: BLE001 (whatever a user's source raises; raised as an error that names the place)
         raise_named(name, error, at)
     exact = one.num_rows is not None and ROW_NUMBER not in batch.schema.names

@@ -30,6 +30,8 @@ from easypipe.sources.schemas import (
 
 FIRST_ROWS = 1024  # the columns follow from this many first rows
 
+NO_COMMON_TYPE = "its values have no common type"
+
 MISFITS = (
     pa.ArrowInvalid,
     pa.ArrowTypeError,
@@ -45,7 +47,9 @@ def require_row(row: Item, number: int, name: str) -> None:
     if not _is_row(row):
         problem = f"expected a dict with names of columns, got {type(row).__name__}"
         raise SourceError(
-            at=place(name, row=number), problem=problem, fix="Map it to rows like {'text': ...}."
+            at=place(name, row=number),
+            problem=problem,
+            fix="Map it to rows like {'text': ...}, or set on_error to 'skip'.",
         )
 
 
@@ -54,35 +58,45 @@ def _is_row(row: Item) -> bool:
 
 
 def columns_of(
-    rows: Iterable[Item], name: str, *, skip: bool = False, exact: Sequence[str] = ()
+    rows: Iterable[tuple[int, Item]], name: str, *, skip: bool = False, exact: Sequence[str] = ()
 ) -> pa.Schema:
     """Returns the columns of the first rows.
 
     Args:
-        rows: The rows.
+        rows: Numbers and rows.
         name: The dataset, for errors.
         skip: Whether to leave out rows that do not fit; the most frequent type decides.
         exact: Columns whose lists and objects are JSON: later rows may hold nulls that an Arrow
             type could not tell from missing keys.
 
     Raises:
-        SourceError: The values of a column have no common type, or there are no columns.
+        SourceError: The values of a column have no common type, and the error names the first row
+            that differs from those before it; or there are no columns.
     """
     found: dict[str, Counter[pa.DataType]] = {}
-    for row in rows:  # row by row: these are Python objects, not columns yet
+    first: dict[tuple[str, pa.DataType], int] = {}
+    for number, row in rows:  # row by row: these are Python objects, not columns yet
         if skip and not _is_row(row):
             continue
         for key, value in row.items():
-            kind = _kind_of(key, value, name, skip=skip)
-            if kind is not None:
-                found.setdefault(key, Counter())[kind] += 1
+            try:
+                kind = _kind(value)
+            except MISFITS as error:
+                if skip:
+                    continue
+                raise misfit(place(name, row=number, column=key), "has no type", error) from error
+            found.setdefault(key, Counter())[kind] += 1
+            first.setdefault((key, kind), number)
     kinds: dict[str, pa.DataType] = {}
     for key, counts in found.items():
         if not skip:
+            every = list(counts)
             try:
-                kinds[key] = _of_all(counts)
+                kinds[key] = _of_all(every)
             except TypeConflict as error:
-                raise _no_common_type(key, error, name) from error
+                kind = every[_conflict(every)]
+                at = place(name, row=first[key, kind], column=key)
+                raise misfit(at, NO_COMMON_TYPE, error) from error
             continue
         for kind, _ in counts.most_common():
             with contextlib.suppress(TypeConflict):
@@ -122,7 +136,7 @@ def as_arrays(
                 at=place(name, row=number),
                 problem=problem,
                 have=columns.names,
-                fix="Give every row the same keys.",
+                fix="Give every row the same keys, or set on_error to 'skip'.",
             )
     return [
         _array(numbers, [row.get(field.name) for row in rows], field, name) for field in columns
@@ -183,22 +197,21 @@ def as_json(values: Iterable[Any]) -> pa.Array:
     return json_array([None if value is None else json_text(_of_json(value)) for value in values])
 
 
-def _no_common_type(key: str, error: Exception, name: str) -> SourceError:
+def misfit(at: str, problem: str, error: Exception) -> SourceError:
+    """Returns the error for a value that does not fit its column."""
+    if isinstance(error, UnicodeEncodeError):
+        half = error.object[error.start : error.end]
+        return SourceError(
+            at=at,
+            problem=f"is not Unicode text: {half!r} is half of a surrogate pair",
+            fix="Replace it, as text.encode('utf-8', 'replace').decode() does, or set on_error to "
+            "'skip'.",
+        )
     return SourceError(
-        at=f"{name}, column {key!r}",
-        problem=f"its values have no common type: {error}",
-        fix="Give every row the same type.",
+        at=at,
+        problem=f"{problem}: {error}",
+        fix="Give every row the same type, or set on_error to 'skip'.",
     )
-
-
-def _kind_of(key: str, value: Any, name: str, *, skip: bool) -> pa.DataType | None:
-    """Returns the type of a value; None if it has none and `skip` is True."""
-    try:
-        return _kind(value)
-    except MISFITS as error:
-        if skip:
-            return None
-        raise _no_common_type(key, error, name) from error
 
 
 def _kind(value: Any) -> pa.DataType:
@@ -211,7 +224,7 @@ def _kind(value: Any) -> pa.DataType:
         return as_json([value]).type
 
 
-def _of_all(kinds: Iterable[pa.DataType]) -> pa.DataType:
+def _of_all(kinds: Sequence[pa.DataType]) -> pa.DataType:
     """Returns the type of a column that holds all of these types, in any order.
 
     Objects become JSON among themselves before they meet lists, as in JSON lines.
@@ -219,10 +232,19 @@ def _of_all(kinds: Iterable[pa.DataType]) -> pa.DataType:
     Raises:
         TypeConflict: No type holds all.
     """
-    kinds = list(kinds)
     objects = [kind for kind in kinds if pa.types.is_struct(kind)]
     others = [kind for kind in kinds if not pa.types.is_struct(kind)]
     return _common(*(functools.reduce(_common, some, pa.null()) for some in (others, objects)))
+
+
+def _conflict(kinds: Sequence[pa.DataType]) -> int:
+    """Returns which of these types is the first that has no common type with those before it."""
+    for n in range(2, len(kinds)):
+        try:
+            _of_all(kinds[:n])
+        except TypeConflict:
+            return n - 1
+    return len(kinds) - 1
 
 
 def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
@@ -260,11 +282,7 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
             numbers[0],
         )
         wanted = "is kept as JSON" if is_json(field.type) else f"is not of type {field.type}"
-        raise SourceError(
-            at=place(name, row=bad, column=field.name),
-            problem=f"{wanted}: {error}",
-            fix="Give every row the same type.",
-        ) from error
+        raise misfit(place(name, row=bad, column=field.name), wanted, error) from error
     if holds_struct(field.type):  # Arrow drops keys that are not in the type
         for number, value in zip(numbers, values, strict=True):
             lost = _lost(value, field.type)
@@ -274,7 +292,7 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
                     problem=f"has the key {lost!r}, which no object there has in the first "
                     f"{FIRST_ROWS} rows",
                     fix="Give a row that has it among those, or the column as JSON text "
-                    "(json.dumps).",
+                    "(json.dumps), or set on_error to 'skip'.",
                 )
     return array
 

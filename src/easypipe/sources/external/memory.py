@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,14 @@ from easypipe.core.errors import SourceError, place, require_columns, require_ro
 from easypipe.core.protocols import Shard, Source
 from easypipe.core.values import Row
 from easypipe.sources.base import READER_VERSION
-from easypipe.sources.external.dicts import MISFITS, as_json, holds_struct, outer_kind
+from easypipe.sources.external.dicts import (
+    MISFITS,
+    NO_COMMON_TYPE,
+    as_json,
+    holds_struct,
+    misfit,
+    outer_kind,
+)
 from easypipe.sources.schemas import column, plain_schema
 
 CUT_ROWS = 8192  # rows in memory can be read from anywhere; cuts only say where work may be divided
@@ -167,21 +175,20 @@ def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:
             with contextlib.suppress(*MISFITS):
                 return as_json(values)
         row = _first_misfit(values)
-        raise SourceError(
-            at=place(name, row=row, column=key),
-            problem=f"its values have no common type: {error}",
-            fix="Give every row the same type.",
-        ) from error
+        raise misfit(place(name, row=row, column=key), NO_COMMON_TYPE, error) from error
 
 
-def _first_misfit(values: Any) -> int | None:
+def _first_misfit(values: Any) -> int:
     """Returns the first row whose type conflicts with those before it."""
-    for stop in range(1, len(values) + 1):
+
+    def conflict(stop: int) -> bool:
         try:
             pa.array(values[:stop])
         except MISFITS:
-            return stop - 1
-    return None
+            return True
+        return False
+
+    return bisect.bisect_left(range(len(values)), True, 1, key=conflict) - 1
 
 
 def content_hash(batch: pa.RecordBatch) -> str:

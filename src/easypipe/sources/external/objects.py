@@ -6,6 +6,7 @@ they are: each read takes only the rows that it needs.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import threading
@@ -225,7 +226,7 @@ class ArrowDatasetSource(_Object):
 class RandomAccessSource(_Object):
     """Rows by number: anything with `len()` whose `data[i]` is a dict, or None for a filtered row.
 
-    Values are Python objects or arrays. Columns follow from the first 1,024 rows. A later row that
+    Values are Python objects or arrays. Columns follow from the `first_rows`. A later row that
     does not fit them, or that is not a dict, raises SourceError or is a reject (`skip`). Rows that
     are None are rejects ("filtered", benign). It is thread-safe if `data[i]` is.
     """
@@ -237,6 +238,7 @@ class RandomAccessSource(_Object):
         name: str = "memory",
         identity: str | None = None,
         skip: bool = False,
+        first_rows: int = FIRST_ROWS,
     ) -> None:
         rows = len(data)
         if rows >= ENDLESS:
@@ -247,7 +249,7 @@ class RandomAccessSource(_Object):
             )
         super().__init__(name, rows, identity)
         self._exact: tuple[str, ...] = ()  # columns whose lists and objects are JSON
-        self._data, self._rows, self._skip = data, rows, skip
+        self._data, self._rows, self._skip, self._first = data, rows, skip, first_rows
         self._lock = threading.Lock()
         self._schema: pa.Schema | None = None
 
@@ -256,18 +258,17 @@ class RandomAccessSource(_Object):
         """The columns of the first rows, with ROW_NUMBER."""
         with self._lock:
             if self._schema is None:
-                rows = self._there(0, min(self._rows, FIRST_ROWS))[1]
+                rows = self._there(0, min(self._rows, self._first))[1]
                 for i, row in ({} if self._skip else rows).items():
                     require_row(row, i, self._name)
-                columns = columns_of(rows.values(), self._name, skip=self._skip, exact=self._exact)
+                columns = columns_of(rows.items(), self._name, skip=self._skip, exact=self._exact)
                 self._schema = with_row_numbers(columns)
             return self._schema
 
     def exactly(self, columns: Sequence[str]) -> RandomAccessSource:
-        clone = RandomAccessSource(
-            self._data, name=self._name, identity=self._identity, skip=self._skip
-        )
-        clone._exact = tuple(columns)
+        clone = copy.copy(self)
+        clone._exact, clone._schema, clone._lock = tuple(columns), None, threading.Lock()
+        clone.__dict__.pop("_content", None)
         return clone
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:

@@ -339,8 +339,8 @@ class OwnSource(Source):
         return self._found("schema", self._columns_of_first_rows)
 
     def _columns_of_first_rows(self) -> pa.Schema:
-        given, rows = self._given, self._kept.first_rows(dicts.FIRST_ROWS)
-        schema = dicts.columns_of(rows, given.name, skip=given.skip, exact=self._exact)
+        given, (at, rows) = self._given, self._kept.first_rows(dicts.FIRST_ROWS)
+        schema = dicts.columns_of(enumerate(rows), at, skip=given.skip, exact=self._exact)
         if given.features is not None:
             schema = with_classes(schema, given.features)
         return with_row_numbers(schema) if given.skip else schema
@@ -427,18 +427,18 @@ class _Kept:
         self._file: Any = None
         self._shards = [_Pulled() for _ in given.shards]
 
-    def first_rows(self, count: int) -> list[Item]:
-        """Returns the first `count` rows of the first shard that has rows."""
+    def first_rows(self, count: int) -> tuple[str, list[Item]]:
+        """Returns the first `count` rows of the first shard that has rows, and its place."""
         given = self._given
 
-        def look() -> list[Item]:
+        def look() -> tuple[str, list[Item]]:
             for shard in range(len(given.shards)):
                 taken = given.taken(shard, 0, count)
                 for row, one in enumerate([] if given.skip else taken):
                     dicts.require_row(one, row, given.at(shard))
                 if taken:
-                    return taken
-            return []
+                    return given.at(shard), taken
+            return given.name, []
 
         return self._on_thread(look)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from easypipe.cache.location import index_folder
-from easypipe.core.errors import ConfigError, SchemaError, require
+from easypipe.core.errors import ConfigError, SchemaError, SourceError, require
 from easypipe.core.protocols import (
     BaseStage,
     PipelineContext,
@@ -17,11 +18,12 @@ from easypipe.core.protocols import (
     select,
 )
 from easypipe.core.storage import is_remote
-from easypipe.core.values import Arguments
+from easypipe.core.values import Arguments, Dataset
 from easypipe.save.saved import SavedSource, is_saved, load_saved, read_manifest
 from easypipe.sources.base import FileOptions
+from easypipe.sources.external.dicts import MISFITS
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.sources.external.objects import open_object
+from easypipe.sources.external.objects import RandomAccessSource, open_object
 from easypipe.sources.external.saved_datasets import is_saved_dataset, saved_dataset_files
 from easypipe.sources.formats.forward import open_forward
 from easypipe.sources.formats.records import MAX_RECORD_BYTES
@@ -146,7 +148,7 @@ def open_dataset(
         source: ShardedSource = own
     elif dataset.in_memory:
         rows = list(files) if isinstance(files, tuple) else files
-        source = InMemoryShardedSource(rows, name=str(dataset.name))
+        source = _rows_in_memory(rows, dataset)
     elif isinstance(files, str | Path) and is_saved(files, dataset.storage_options):
         source = _saved(dataset, load_saved(files, dataset.storage_options))
     else:
@@ -174,6 +176,19 @@ def open_dataset(
     if dataset.num_rows is not None and not info_of(source).uncounted:
         source = limited(source, dataset.num_rows)
     return formatted(source, dataset)
+
+
+def _rows_in_memory(rows: Dataset, dataset: DatasetConfig) -> ShardedSource:
+    """Returns the source of a table, of a list of dicts or of a dict of columns."""
+    name = str(dataset.name)
+    try:
+        return InMemoryShardedSource(rows, name=name)
+    except SourceError as error:
+        if dataset.on_error == "error" or not isinstance(error.__cause__, MISFITS):
+            raise
+        if isinstance(rows, Mapping):
+            rows = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+    return RandomAccessSource(rows, name=name, skip=True, first_rows=len(rows))
 
 
 def _without_conflicts(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
