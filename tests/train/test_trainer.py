@@ -433,6 +433,13 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_differences(copied):
         ).run()
 
 
+def test_options_of_evaluation_without_held_out_data_are_warned_of(tmp_path, caplog):
+    trainer(tmp_path, eval_every=5)
+    assert caplog.messages == [
+        "train.eval_every: has no effect, because no data is held out (eval)"
+    ]
+
+
 def test_what_resume_changes_names_may_change(copied, caplog):
     with caplog.at_level(logging.WARNING, logger="easypipe"):
         result = trainer(copied, steps=14, resume_changes=("train.steps",)).run()

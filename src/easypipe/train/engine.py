@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,6 +75,8 @@ from easypipe.train.step import make_eval_step, make_train_step
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 Batch = Mapping[str, jax.Array]
+
+logger = logging.getLogger("easypipe")
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,9 @@ class Engine:
             HeldOut(name, one, one.state(), _sources(name, one) if asked else ())
             for name, one in evals.items()
         )
+        of_evals = {"eval_every": config.eval_every, "eval_batches": config.eval_batches}
+        for option in [name for name, value in of_evals.items() if value and not evals]:
+            logger.warning("train.%s: has no effect, because no data is held out (eval)", option)
         for one in self.evals:
             require(
                 config.eval_batches is not None or num_batches(one.loader) is not None,
