@@ -134,6 +134,14 @@ def test_listeners_hear_the_run_in_order(finished):
     assert [e.record["batches"] for e in events if e.kind == "eval"] == [1, 2, 3] * 3
 
 
+class Weightless(Arithmetic):
+    """The same; no label counts."""
+
+    def batch(self, t):
+        known = super().batch(t)
+        return {**known, "loss_weights": np.zeros(known["labels"].shape, np.float32)}
+
+
 class Weighted(Arithmetic):
     """The same; some labels count more than others."""
 
@@ -333,6 +341,8 @@ def test_a_batch_without_targets_is_refused_and_not_saved(tmp_path):
         trainer(tmp_path, train=Arithmetic(blank=8)).run()
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 8))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["4"]
+    with pytest.raises(TrainError, match="step 1: every label of the batch .* or has weight 0"):
+        trainer(tmp_path / "weights", train=Weightless()).run()
 
 
 def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
@@ -346,12 +356,6 @@ def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
 def test_held_out_batches_without_targets_are_refused(tmp_path):
     with pytest.raises(TrainError, match=r"eval\.held: no label to predict in 1 batches"):
         trainer(tmp_path, steps=3, evals={"held": Arithmetic(1, blank=1)}).run()
-
-    class Weightless(Arithmetic):
-        def batch(self, t):
-            known = super().batch(t)
-            return {**known, "loss_weights": np.zeros(known["labels"].shape, np.float32)}
-
     with pytest.raises(TrainError, match=r"eval\.held: no label with a weight above 0 to predict"):
         trainer(tmp_path / "weights", steps=3, evals={"held": Weightless(1)}).run()
 

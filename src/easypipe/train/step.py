@@ -90,11 +90,14 @@ def make_train_step(
             first = jax.tree.map(lambda array: array[0], _micro_batches(batch, accumulate_steps))
             extra["obj_fn"] = partial(objective, rest=state.rest, batch=first)
         updates, moments = optimizer.update(cast, state.optimizer, state.params, **extra)
+        num_targets = out.num_targets
+        if out.weight_sum is not None:  # if all weights are 0, nothing is predicted
+            num_targets = jnp.where(out.weight_sum > 0, num_targets, 0)
         metrics = {
             "loss": out.loss_sum * scale,
             "nll": out.nll_sum * scale,
             "grad_norm": optax.tree.norm(grads),
-            "num_targets": out.num_targets,
+            "num_targets": num_targets,
             **{f"{MORE}{name}": value * scale for name, value in out.more.items()},
             **{f"{MORE}{name}": top / below for name, (top, below) in out.ratios.items()},
             **_count(batch, windows),

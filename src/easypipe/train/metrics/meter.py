@@ -91,9 +91,9 @@ class Meter:
         if targets == 0:
             raise TrainError(
                 at=f"step {step}",
-                problem="every label of the batch is ignored (-100), so there is nothing to learn "
-                "from",
-                fix="Check the rows' loss_mask.",
+                problem="every label of the batch is ignored (-100) or has weight 0, so there is "
+                "nothing to learn from",
+                fix="Check the rows' loss_mask and loss_weights.",
             )
         record: Record = {"step": step, "loss": host["loss"], "ppl": perplexity(host["nll"])}
         record |= {name: host[name] for name in ("nll", "grad_norm", "param_norm")}
