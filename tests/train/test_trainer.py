@@ -341,7 +341,7 @@ def test_a_batch_without_targets_is_refused_and_not_saved(tmp_path):
         trainer(tmp_path, train=Arithmetic(blank=8)).run()
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 8))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["4"]
-    with pytest.raises(TrainError, match="step 1: every label of the batch .* or has weight 0"):
+    with pytest.raises(TrainError, match=r"step 1: every label of the batch .* or has weight 0"):
         trainer(tmp_path / "weights", train=Weightless()).run()
 
 
