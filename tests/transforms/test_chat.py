@@ -825,6 +825,8 @@ def test_rows_without_anything_to_train_say_so() -> None:
         assert found == Refused(
             "nothing_to_train", "no text that train_on='completion' asks for"
         ), messages
+    found = render(CHATML, talk("Hi", "Hello"), roles_to_train=("tool",))
+    assert found == Refused("nothing_to_train", "no text that roles_to_train=['tool'] asks for")
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "tool", "bot"])

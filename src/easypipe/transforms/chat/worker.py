@@ -153,7 +153,9 @@ class _Writer:
             spoken = f"; its messages are from {', '.join(map(repr, roles))}"[:200]
             unknown = roles.keys() - {"system", "developer", "user", "assistant", "tool"}
             silent = f"{spoken}; {_MAPPED}" if unknown else ""
-            return ["nothing_to_train", f"no text that train_on={train_on!r} asks for{silent}"]
+            given = self._spec.get("roles_to_train")
+            asks = f"train_on={train_on!r}" if given is None else f"roles_to_train={[*given]}"
+            return ["nothing_to_train", f"no text that {asks} asks for{silent}"]
         try:
             found.text.encode()
         except UnicodeEncodeError:
