@@ -24,7 +24,6 @@ JSON_VALUES = (
     pa.types.is_floating,
     pa.types.is_boolean,
     pa.types.is_null,
-    pa.types.is_struct,
     pa.types.is_string,
     pa.types.is_large_string,
 )
@@ -67,15 +66,21 @@ def open_writer(
 def check_json(schema: pa.Schema) -> None:
     """Raises ConfigError for a column that JSON cannot hold."""
     for field in schema:
-        inner = field.type
-        while any(holds(inner) for holds in JSON_HOLDERS):
-            inner = inner.value_type
         require(
-            any(fits(inner) for fits in JSON_VALUES),
+            _fits_json(field.type),
             "format",
             f"JSON cannot hold column {field.name!r} of type {field.type}",
             "Save as parquet or arrow.",
         )
+
+
+def _fits_json(kind: pa.DataType) -> bool:
+    if any(holds(kind) for holds in JSON_HOLDERS):
+        return _fits_json(kind.value_type)
+    if pa.types.is_struct(kind):
+        return all(_fits_json(field.type) for field in kind)
+    # readers of JSON take whole numbers above 2^63 for floating-point ones
+    return not pa.types.is_uint64(kind) and any(fits(kind) for fits in JSON_VALUES)
 
 
 def _binary_sink(sink: Path | pa.NativeFile) -> contextlib.AbstractContextManager[Any]:
