@@ -245,6 +245,18 @@ def test_tokens_that_are_drawn_twice_flow_from_somewhere() -> None:
     }
 
 
+def test_targets_are_drawn_once() -> None:
+    entry = {"dataset": "a", "unit": "tokens"}
+    mask = {**entry, "stage": "loss_mask", "in": {"stored": 5}, "out": {"targets": 3, "masked": 2}}
+    stored = {**entry, "stage": "tokenize", "in": {"encoded": 5}, "out": {"stored": 5}}
+    placed = {"in": {"placed": 5}, "out": {"targets": 2, "masked": 2, "segment starts": 1}}
+    labels = {**entry, **placed, "stage": "labels"}
+    once = flow(flows([stored, mask, labels], ["a"]))
+    assert [count for (_, to), count in once.items() if to == "a: targets"] == [2]
+    for entries in ([stored, mask], [mask, labels]):  # without mixing; streaming
+        assert flow(flows(entries, ["a"]))["loss_mask a", "a: targets"] == 3
+
+
 def test_a_long_curve_keeps_its_ends_and_its_spikes() -> None:
     values = np.sin(np.arange(100_000) / 900)
     values[[12_345, 77_777]] = 40.0, -40.0

@@ -118,7 +118,8 @@ def flows(entries: Sequence[Json], datasets: Sequence[str]) -> list[Json]:
 
     What comes into a stage flows through it to what comes out. Tokens that are drawn in mixing were
     stored in the cache; tokens that no pass reached, and tokens that were drawn again, are links of
-    their own.
+    their own. Of stored tokens that are labels later, targets and masked ones are only counted
+    there.
 
     Args:
         entries: The entries of a ledger.
@@ -132,13 +133,16 @@ def flows(entries: Sequence[Json], datasets: Sequence[str]) -> list[Json]:
 
     for name in datasets:
         own = [one for one in entries if one["dataset"] == name and one["unit"] == "tokens"]
+        stored = sum(one["out"].get("stored", 0) for one in own)
+        labelled = stored and any(one["stage"] == "labels" for one in own)
         for one in own:
+            if labelled and one["stage"] == "loss_mask":
+                continue
             through = f"{one['stage']} {name}"
             for word, count in one["in"].items():
                 link(f"{name}: {word}", through, count)
             for word, count in one["out"].items():
                 link(through, f"{name}: {word}", count)
-        stored = sum(one["out"].get("stored", 0) for one in own)
         drawn = sum(one["in"].get("drawn", 0) for one in own)
         if stored and drawn:
             link(f"{name}: stored", f"{name}: drawn", min(stored, drawn))
