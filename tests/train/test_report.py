@@ -92,6 +92,9 @@ def test_what_the_page_draws_is_what_the_run_wrote(tmp_path: Path) -> None:
         (9, "change"),
         (9, "restart"),
     ]
+    assert drawn["config"] == str(tmp_path / "run" / "run.yaml")
+    (spaced,) = numbers(page([run(tmp_path, name="a run")]))
+    assert spaced["config"] == f"'{tmp_path / 'a run' / 'run.yaml'}'"
     assert drawn["marks"][0]["text"] == "load.batch_size: was 8, is 16"
     assert drawn["mixture"]["a"]["so far"] == [1.0]
     assert flow(drawn["flows"]) == {

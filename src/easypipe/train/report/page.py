@@ -10,6 +10,7 @@ import gzip
 import importlib.resources
 import logging
 import os
+import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -163,16 +164,16 @@ def numbers_of(folder: Path, curves: Curves) -> Json:
     """Returns the numbers that page.js draws for a run.
 
     Returns:
-        `config` (the file that explains its batches), `curves` (name → [steps, values]),
-        `marks` (step, kind, text), `mixture` (dataset → step, so far, lately, asked for), `flows`
-        (links).
+        `config` (the file that explains its batches, quoted for a shell), `curves` (name → [steps,
+        values]), `marks` (step, kind, text), `mixture` (dataset → step, so far, lately, asked for),
+        `flows` (links).
     """
     try:
         trained = recorded_datasets(folder)
     except ConfigError:  # the rest of the page does not need the record
         trained = []
     return {
-        "config": str(folder / RECORD),
+        "config": shlex.quote(str((folder / RECORD).absolute())),
         "curves": curves.points(),
         "marks": _marks(folder),
         "mixture": _of(folder / PLAN, mixture_lines, {}),
