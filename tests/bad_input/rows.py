@@ -80,6 +80,11 @@ CHATS = [
     chat(
         "messages hold `from` and `value`", f"{AT} … sharegpt", [{"from": "human", "value": "hi"}]
     ),
+    chat(
+        "messages with keys of their own",
+        f"{AT} … message_fields maps its keys who, says",
+        [{"who": "human", "says": "hi"}],
+    ),
     chat("a row that is a list", AT, "[1]"),
     chat("a row that is cut", AT, '{"messages": [{"role": "us'),
     chat("a row without messages", AT, json.dumps({"text": "x"})),

@@ -135,6 +135,8 @@ def test_commands_that_look_at_data(said: Said, tmp_path: Path, run_yaml: Path) 
     )
     turns = [{"who": who, "says": "Hi"} for who in ("the boss", "customer", "helper")]
     strangers = jsonl(tmp_path / "strangers.jsonl", [{"chat": turns}])
+    shared = [{"from": who, "value": "Hi"} for who in ("human", "gpt")]
+    shared = jsonl(tmp_path / "shared.jsonl", [{"conversations": shared}])
     numbers = jsonl(tmp_path / "numbers.jsonl", [{"a": 1}])
     page = tmp_path / "page.html"
     said.run("plan", run_yaml, "--no-prepare")
@@ -159,6 +161,9 @@ def test_commands_that_look_at_data(said: Said, tmp_path: Path, run_yaml: Path) 
     said.run("discover", numbers, "--rows", "0")
     said.run("discover", chats, "--role", "bot=assistant", "--html", page)
     said.run("masks", "chatml", "--messages", chats)
+    said.run("masks", "chatml", "--messages", strangers)
+    said.run("masks", "chatml", "--messages", shared)
+    said.run("masks", "chatml", "--messages", numbers)
     said.run("masks", "{{ 'Hi' }}")
     said.run("masks", "chatml", "--messages", chats, "--roles-to-train", "", "--html", page)
     said.assert_told("commands that look at data")

@@ -448,6 +448,19 @@ def test_prompts_without_answers_are_answered(tmp_path: Path) -> None:
     assert conversations_of(file)[1][0] == f"{file}, conversation 1"
     file.write_text(json.dumps(asked[0], indent=1))
     assert [row["messages"] for _, row in conversations_of(file)] == [asked[0]]
+    # messages in other keys, and rows that name them otherwise
+    for keys in (("from", "value"), ("who", "says"), ("role", "text")):
+        other = [[dict(zip(keys, one.values(), strict=True)) for one in talk] for talk in asked]
+        for name in ("messages", "prompt", "conversations", "chat"):
+            jsonl(file, [{name: talk} for talk in other])
+            assert [row["messages"] for _, row in conversations_of(file)] == asked
+        file.write_text(json.dumps(other))
+        assert [row["messages"] for _, row in conversations_of(file)] == asked
+    jsonl(file, [{"messages": asked[0]}, {"talk": asked[1]}])
+    with pytest.raises(
+        ConfigError, match=r"line 2: an object without messages \(have: talk\)\. Call"
+    ):
+        conversations_of(file)
     # separators that end no line of JSON, behind a byte order mark
     odd = [[user("a\u2028b")], [user("c\x85d")]]
     lines = [json.dumps(talk, ensure_ascii=False) for talk in odd]

@@ -17,18 +17,24 @@ from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import JsonValue, Row, Settings
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.chat.columns import is_messages
-from easypipe.transforms.chat.conversations import MessageReader, Wrong, value_of, wrong_messages
-from easypipe.transforms.columns.kinds import (
+from easypipe.transforms.chat.conversations import (
     CONTENT,
-    SLOTS,
+    ROLES,
     SPEAKER,
+    MessageReader,
+    Wrong,
+    value_of,
+    wrong_messages,
+)
+from easypipe.transforms.columns.kinds import (
+    SLOTS,
     TITLES,
     Kind,
     decisions,
     guess_kind,
     plain,
 )
-from easypipe.transforms.prompt.config import ROLES, PromptConfig
+from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.prompt.fields import text_of
 from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from easypipe.core.values import JsonObject
 from easypipe.interop.foreign.rules import WAYS, Key, Rule, way
-from easypipe.transforms.chat.conversations import MESSAGE_FIELDS
-from easypipe.transforms.prompt.config import ROLES, SPEAKERS
+from easypipe.transforms.chat.conversations import MESSAGE_FIELDS, ROLES
+from easypipe.transforms.prompt.config import SPEAKERS
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Keys of axolotl's datasets of messages that say which turns are trained on.

@@ -19,6 +19,32 @@ from easypipe.transforms.chat.spans import FLAG, RANGES, WEIGHT, flag_of
 PART = "text"  # the key under which typed parts hold their text
 # the keys of messages for which rows may use other names
 MESSAGE_FIELDS = ("role", "content", PART, "tool_calls", "reasoning_content", FLAG, RANGES, WEIGHT)
+# keys under which messages of others say who speaks, and have their text
+SPEAKER = ("role", "from", "speaker", "who", "sender")
+CONTENT = ("content", "text", "value", "message", "says", "said", "utterance", "body")
+# names of columns of conversations, besides `prompt`
+TALK = (
+    "messages",
+    "conversations",
+    "conversation",
+    "chat",
+    "dialogue",
+    "dialog",
+    "turns",
+    "message",
+)
+# what names of speakers mean
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "function_call",
+    "observation": "tool",
+    "tool": "tool",
+}
 Wrong = tuple[str, str]  # (a word for the ledger, what to say about it)
 
 
@@ -228,8 +254,12 @@ def wrong_messages(value: Json) -> Wrong | None:
         if not isinstance(message, dict):
             return "not_a_message", f"message {i} is {_kind(message)}"
         if not isinstance(message.get("role"), str) or not message["role"]:
-            theirs = "; prompt: {format_type: sharegpt} reads 'from' and 'value'"
-            return "no_role", f"message {i} has no role{theirs if 'from' in message else ''}"
+            keys = [key for key in message if key not in MESSAGE_FIELDS]
+            theirs = f"; message_fields maps its keys {', '.join(keys)[:100]}" if keys else ""
+            if "from" in message:
+                theirs = "; prompt: {format_type: sharegpt} reads 'from' and 'value'"
+            missing = message.get("role") is None
+            return "no_role", f"message {i} has no role{theirs if missing else ''}"
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue
@@ -303,16 +333,29 @@ def _kind(value: Json) -> str:
     }.get(type(value), "null")
 
 
+def keys_of(messages: Sequence[Mapping[str, Json]]) -> dict[str, str]:
+    """Returns the keys that messages have for `role` and `content`, and their parts for `text`."""
+    keys = {key for message in messages for key in message}
+    first = {names[0]: [key for key in names if key in keys][:1] for names in (SPEAKER, CONTENT)}
+    found = {name: key for name, present in first.items() for key in present if key != name}
+    said = [message.get(found.get("content", "content")) for message in messages]
+    parts = [part for parts in said if isinstance(parts, list) for part in parts]
+    inside = {key for part in parts if isinstance(part, Mapping) for key in part}
+    return found | ({"text": "value"} if "value" in inside and "text" not in inside else {})
+
+
 def conversations_of(path: Path) -> list[tuple[str, Json]]:
     """Reads the conversations of a file, each with its place.
 
     A conversation is a list of messages, or an object with `messages` (or `prompt`, as in rows of
-    TRL) and further columns (`tools`, `system`, `chat_template_kwargs`). The file is the JSON of
-    one, of a list of them, or has one in each line.
+    TRL, or `conversations`, as in ShareGPT's) and further columns (`tools`, `system`,
+    `chat_template_kwargs`). The file is the JSON of one, of a list of them, or has one in each
+    line. Messages get OpenAI's keys.
 
     Raises:
         SourceError: The file is not UTF-8.
-        ConfigError: It is not JSON, or empty.
+        ConfigError: It is not JSON, or empty, or an object in it has no messages, or messages in
+            other keys than OpenAI's are from unknown speakers.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -332,10 +375,35 @@ def conversations_of(path: Path) -> list[tuple[str, Json]]:
     for at, row in found:
         require(not isinstance(row, BadJson), at, f"is not JSON: {row}", "Give a list of messages.")
     rows = [(at, row if isinstance(row, dict) else {"messages": row}) for at, row in found]
-    return [(at, {"messages": row.get("prompt"), **row}) for at, row in rows]
+    for at, row in rows:
+        fix = "Call the key of its messages `messages`."
+        require(_column(row), at, "an object without messages", fix, row)
+    return [(at, {**row, "messages": _in_openai_keys(at, row[_column(row)])}) for at, row in rows]
+
+
+def _column(row: Message) -> str:
+    """Returns the key of the messages of a conversation; empty if there are none."""
+    lists = (name for name in ("messages", "prompt", *TALK) if isinstance(row.get(name), list))
+    return next(lists, next((name for name in ("messages", "prompt") if name in row), ""))
+
+
+def _in_openai_keys(at: str, talk: Json) -> Json:
+    """Returns messages with the keys that `discover` proposes, in OpenAI's.
+
+    Raises:
+        ConfigError: They have other keys, and the name of a speaker is not known.
+    """
+    if not isinstance(talk, list) or not all(isinstance(message, dict) for message in talk):
+        return talk
+    fields = keys_of(talk)
+    read = MessageReader(ROLES if "role" in fields else None, fields=fields).translated(talk)
+    for i, role in enumerate(message.get("role") for message in read):
+        problem, fix = f"message {i} is from {str(role)!r}", "Name who speaks by one of these."
+        require(not isinstance(role, _BadRole), at, problem, fix, ROLES)
+    return read
 
 
 def _is_conversation(value: Json) -> bool:
     """Whether an item of a list is a conversation, and not a message."""
     rows = isinstance(value, dict) and "role" not in value
-    return isinstance(value, list) or (rows and not {"messages", "prompt"}.isdisjoint(value))
+    return isinstance(value, list) or bool(rows and _column(value))

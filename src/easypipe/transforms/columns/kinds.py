@@ -18,6 +18,7 @@ import pyarrow as pa
 from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE, is_list
 from easypipe.transforms.chat.columns import is_messages, is_text, values_of
+from easypipe.transforms.chat.conversations import CONTENT, SPEAKER, TALK, keys_of
 from easypipe.transforms.chat.sandbox import Json, Row
 
 LIKE = 85  # of 100: names that are less alike than this do not match
@@ -260,16 +261,6 @@ _COMPLETION = (
     "responses",
     "reply",
 )
-_TALK = (
-    "messages",
-    "conversations",
-    "conversation",
-    "chat",
-    "dialogue",
-    "dialog",
-    "turns",
-    "message",
-)
 _TOOLS = Slot(name="tools", aliases=("functions", "available tools"), required=False)
 
 # The kinds are tried in this order. `_fits` decides which types a slot may have.
@@ -284,8 +275,8 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
         Slot(name="prompt", aliases=_PROMPT, required=False),
         _TOOLS,
     ),
-    "messages": (Slot(name="messages", aliases=_TALK), _TOOLS),
-    "sharegpt": (Slot(name="conversations", aliases=_TALK), _TOOLS),
+    "messages": (Slot(name="messages", aliases=TALK), _TOOLS),
+    "sharegpt": (Slot(name="conversations", aliases=TALK), _TOOLS),
     "alpaca": (
         Slot(name="instruction", aliases=("instructions", "instruct")),
         Slot(name="input", aliases=("context", "inputs"), required=False),
@@ -321,9 +312,6 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 }
 
 
-# keys under which messages may say who speaks, and have their text
-SPEAKER = ("role", "from", "speaker", "who", "sender")
-CONTENT = ("content", "text", "value", "message", "says", "said", "utterance", "body")
 # the kinds, besides ShareGPT's, whose columns may hold messages of role and content
 _CHAT_KINDS = ("messages", "preference", "unpaired", "prompt_completion", "prompts")
 
@@ -452,23 +440,12 @@ def _kind(name: str, found: Match, rows: Sequence[Row]) -> Kind:
         for message in conversation
         if isinstance(message, Mapping)
     ]
-    kind = replace(kind, fields={} if name == "sharegpt" else _fields(messages))
+    kind = replace(kind, fields={} if name == "sharegpt" else keys_of(messages))
     roles = dict.fromkeys(itertools.chain.from_iterable(kind.speakers(rows)))
     tools = kind.column("tools")
     named = tools is not None and any(row.get(tools) for row in rows)
     called = "tool" in roles or any(message.get("tool_calls") for message in messages)
     return replace(kind, roles=tuple(roles), tools=named or called)
-
-
-def _fields(messages: Sequence[Mapping[str, Json]]) -> Mapping[str, str]:
-    """Returns the keys that messages have for `role` and `content`, and their parts for `text`."""
-    keys = {key for message in messages for key in message}
-    first = {names[0]: [key for key in names if key in keys][:1] for names in (SPEAKER, CONTENT)}
-    found = {name: key for name, present in first.items() for key in present if key != name}
-    said = [message.get(found.get("content", "content")) for message in messages]
-    parts = [part for parts in said if isinstance(parts, list) for part in parts]
-    inside = {key for part in parts if isinstance(part, Mapping) for key in part}
-    return found | ({"text": "value"} if "value" in inside and "text" not in inside else {})
 
 
 def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from easypipe.core.config import ListOf, config, fields_of
 from easypipe.core.errors import ConfigError, require
-from easypipe.transforms.chat.conversations import MESSAGE_FIELDS, PART
+from easypipe.transforms.chat.conversations import MESSAGE_FIELDS, PART, ROLES
 from easypipe.transforms.chat.render import (
     check_date,
     check_kwargs,
@@ -33,18 +33,6 @@ DEFAULT_COLUMNS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "text": (("text",), None),
     "custom": ((), None),
 }
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "function_call": "function_call",
-    "observation": "tool",
-    "tool": "tool",
-}
-
 # the roles that roles_to_train may name
 SPEAKERS = ("assistant", "user", "system", "tool", "developer")
 

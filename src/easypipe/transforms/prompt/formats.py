@@ -14,7 +14,13 @@ from easypipe.core.errors import require
 from easypipe.core.schema import is_list
 from easypipe.core.values import Identity, JsonObject
 from easypipe.transforms.chat.columns import is_messages, is_text
-from easypipe.transforms.chat.conversations import MessageReader, cleaned, value_of, wrong_messages
+from easypipe.transforms.chat.conversations import (
+    ROLES,
+    MessageReader,
+    cleaned,
+    value_of,
+    wrong_messages,
+)
 from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import (
     ENGINE_VERSION,
@@ -30,7 +36,7 @@ from easypipe.transforms.chat.sandbox import Json, Message, Row
 from easypipe.transforms.chat.spans import FLAG, MASKED_END, OPEN, Rendered
 from easypipe.transforms.chat.stops import num_shared
 from easypipe.transforms.chat.turns import Request, by_turns, split_at_turns, trimmed
-from easypipe.transforms.prompt.config import ROLES, PromptConfig
+from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.prompt.few_shot import FewShot
 from easypipe.transforms.prompt.fields import (
     AlpacaTemplate,
