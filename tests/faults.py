@@ -1165,7 +1165,7 @@ FAULTS = [
           '("length_buckets", "add a bucket of")', '("length_buckets", "raise max_length to")'),
     fault("a developer is a speaker that nobody knows", "transforms/chat/worker.py", "tests/transforms/test_chat.py -k no_template_knows",
           '{"system", "developer", "user",', '{"system", "user",'),
-    fault("chatgpt says what nobody said", "transforms/prompt/config.py", "tests/transforms/test_prompts.py -k of_speakers",
+    fault("chatgpt says what nobody said", "transforms/chat/conversations.py", "tests/transforms/test_prompts.py -k of_speakers",
           '    "chatgpt": "assistant",\n', ""),
     fault("developers cannot be trained", "transforms/prompt/config.py", "tests/transforms/test_prompts.py -k can_be_trained",
           '"system", "tool", "developer")', '"system", "tool")'),
