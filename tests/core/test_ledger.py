@@ -15,12 +15,17 @@ def test_a_closed_balance_passes_and_a_leak_raises() -> None:
     assert ledger.find("tokenize", "code", "rows").out == {"written": 9, "null": 1}
     assert list(ledger.rows()) == [("tokenize", "code", "rows", 10, "written 9, null 1")]
     ledger.add("pack", "code", "tokens", into={"drawn": 100, "eos": 9}, out={"placed": 108})
+    assert str(ledger).splitlines() == [
+        "tokenize  code  rows     10  written 9, null 1",
+        "pack      code  tokens  109  placed 108",
+    ]
     with pytest.raises(LedgerError, match=r"pack\.code: 1 tokens lost"):
         ledger.check()
 
 
 def test_too_much_is_as_wrong_and_joined_ledgers_keep_everything() -> None:
     ledger, other = Ledger(facts={"a": 1}), Ledger(facts={"b": 2})
+    assert str(ledger) == ""
     other.add("pack", "code", "tokens", into={"drawn": 5}, out={"placed": 7})
     ledger.extend(other)
     assert ledger.facts == {"a": 1, "b": 2}

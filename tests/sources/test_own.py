@@ -757,7 +757,10 @@ def test_a_bad_row_under_skip_is_left_out_and_counted(
     "given", [Listed, list, lambda rows: {"text": [row["text"] for row in rows]}]
 )
 def test_a_bad_row_of_python_stands_in_the_ledger(
-    given: Callable[[list[Any]], Any], streaming: bool, tmp_path: Path
+    given: Callable[[list[Any]], Any],
+    streaming: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     rows: list[Any] = [{"text": text} for text in texts(30)]
     dataset = DatasetConfig(
@@ -770,6 +773,14 @@ def test_a_bad_row_of_python_stands_in_the_ledger(
     assert len(list(loader)) == 6
     ledger = loader.ledger() if streaming else chain.ledger()
     assert {"wrong_type": 1}.items() <= ledger.entries[int(streaming)].out.items()
+    [told] = [line for line in caplog.messages if "on_error" in line]
+    assert re.match(
+        r"dataset d: on_error is 'skip': bad rows are left out and counted; the first that was read "
+        r"is (d|one), row 30: wrong_type: column 'text': is not of type"
+        if streaming
+        else r"dataset d: on_error is 'skip': 1 of 31 rows left out \(wrong_type 1\)",
+        told,
+    )
 
 
 def test_rows_that_become_several_are_all_streamed(tmp_path: Path) -> None:

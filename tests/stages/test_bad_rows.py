@@ -125,7 +125,7 @@ def test_the_quarantine_has_a_line_for_every_bad_row(
             name="rows",
         )
     ]
-    name, checksum = bad_rows.write_quarantine(folder, "key", records, source, "text")
+    name, checksum = bad_rows.write_quarantine(folder, "key", "d", records, source, "text")
     path = tmp_path / "manifests" / "key.quarantine.jsonl"
     assert (name, path.parent.parent) == (path.name, tmp_path)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -135,7 +135,7 @@ def test_the_quarantine_has_a_line_for_every_bad_row(
         (7, "long", '"ccccccc…'),
         (9, "null", "null"),
     ]
-    assert {(line["file"]) for line in lines} == {"rows"}
+    assert {(line["dataset"], line["file"]) for line in lines} == {("d", "rows")}
     assert lines[0]["detail"] == "first"
     assert len(checksum) == 32
     assert "ä" in path.read_text(encoding="utf-8")

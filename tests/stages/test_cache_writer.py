@@ -523,8 +523,16 @@ def test_quarantined_rows_are_written_with_their_place(tmp_path: Path) -> None:
     assert cache.quarantine is not None
     lines = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
     assert lines == [
-        {"file": "memory", "row": 0, "reason": "null", "detail": "no value", "raw": "null"},
         {
+            "dataset": "d",
+            "file": "memory",
+            "row": 0,
+            "reason": "null",
+            "detail": "no value",
+            "raw": "null",
+        },
+        {
+            "dataset": "d",
             "file": "memory",
             "row": 4,
             "reason": "invalid_utf8",
@@ -551,7 +559,7 @@ def test_what_a_file_refuses_is_quarantined_as_it_stands_there(tmp_path: Path) -
     lines = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
     assert [(line["file"], line["row"], line["reason"], line["raw"]) for line in lines] == [
         (str(path), 2, "unparsable", "{bad"),
-        (str(path), 3, "null", "null"),
+        (str(path), 3, "null", '{"text": null}'),
         (str(path), 4, "not_a_string", '{"text": 5}'),
     ]
     # The blank line is counted and not charged: it is no bad row.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -35,6 +36,7 @@ class ErrorBudget:
     ) -> None:
         self.dataset, self.label, self.on_error = dataset, label, on_error
         self.max_bad_rows, self.bad = max_bad_rows, 0
+        self.reasons = Counter[str]()  # of the bad rows
         self._first = ""  # where the first rejected row is, and why it was rejected
 
     def charge(self, record: Record) -> None:
@@ -50,6 +52,7 @@ class ErrorBudget:
                 self._first = f"; the first is {at}: {reject.detail or reject.reason}"
             if reject.benign:
                 continue
+            self.reasons[reject.reason] += reject.count
             allowed = 0 if self.on_error == "error" else self.max_bad_rows
             left = reject.count if allowed is None else allowed - self.bad
             self.bad += min(reject.count, left + 1)
@@ -93,17 +96,20 @@ def bad_row(at: str, reject: Reject) -> SourceError:
 def write_quarantine(
     folder: CacheFolder,
     key: str,
+    dataset: str,
     records: Iterable[Record],
     source: ShardedSource,
     column: str,
 ) -> tuple[str, str]:
     """Writes the bad rows into a file next to the manifest `key`.
 
-    It has one JSON object a line: file, row, reason, detail, raw. Benign rows are not among them.
+    It has one JSON object a line: dataset, file, row, reason, detail, raw. Benign rows are not
+    among them.
 
     Args:
         folder: The cache folder.
         key: The key of the manifest.
+        dataset: The name of the dataset.
         records: The records of all ranges, in order.
         source: The rows, from which the bad ones are read again.
         column: The column whose value is shown.
@@ -122,13 +128,14 @@ def write_quarantine(
             for reject in (each for each in record.rejects if not each.benign):
                 for row in range(reject.row, reject.row + reject.count):
                     line = {
+                        "dataset": dataset,
                         "file": record.shard_name,
                         "row": row,
                         "reason": reject.reason,
                         "detail": reject.detail,
                         "raw": raw_row(source, record.part.shard, row, column)
                         if reject.reason != "null"
-                        else "null",
+                        else raw_of(source, record.part.shard, row) or "null",
                     }
                     out.write(json.dumps(line, ensure_ascii=False) + "\n")
     return name, stamp().checksum

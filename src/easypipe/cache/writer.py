@@ -252,18 +252,32 @@ class CacheWriter(Generic[R]):
             counts = total(every)
             budget.require_documents(counts)
             quarantine, checksum = "", ""
+            if budget.bad:
+                reasons = ", ".join(
+                    f"{reason} {count:,}" for reason, count in budget.reasons.items()
+                )
+                log.warning(
+                    "dataset %s: on_error is %r: %d of %d rows left out (%s)",
+                    self.dataset,
+                    self.on_error,
+                    budget.bad,
+                    counts.rows,
+                    reasons,
+                )
             if self.on_error == "quarantine" and budget.bad:
                 column = self.encoder.columns[0]
                 quarantine, checksum = write_quarantine(
-                    self.folder, key, self._records(ranges), source, column
+                    self.folder, key, self.dataset, self._records(ranges), source, column
                 )
+                says = "its bad rows are in %s"
                 if self.folder.temporary:
-                    log.warning(
-                        "dataset %s: its tokens are not kept, and neither are its bad rows: %s is "
-                        "removed when this process ends",
-                        self.dataset,
-                        self.folder.at("manifests", quarantine),
+                    says = (
+                        "its tokens are not kept, and neither are its bad rows: %s is removed when "
+                        "this process ends"
                     )
+                log.warning(
+                    f"dataset %s: {says}", self.dataset, self.folder.at("manifests", quarantine)
+                )
             identity = self.encoder.tokenizer_identity
             manifest = Manifest(
                 dataset=self.dataset,

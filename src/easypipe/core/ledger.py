@@ -105,6 +105,16 @@ class Ledger:
             went = ", ".join(f"{key} {value:,}" for key, value in entry.out.items())
             yield entry.stage, entry.dataset, entry.unit, sum(entry.into.values()), went
 
+    def __str__(self) -> str:
+        """Returns a line for each entry, in columns."""
+        rows = [(*where, f"{total:,}", went) for *where, total, went in self.rows()]
+        columns = zip(*rows, strict=True) if rows else [[""]] * 5
+        a, b, c, d, _ = (max(map(len, column)) for column in columns)
+        return "\n".join(
+            f"{stage:{a}}  {dataset:{b}}  {unit:{c}}  {total:>{d}}  {went}"
+            for stage, dataset, unit, total, went in rows
+        )
+
     def to_json(self) -> JsonObject:
         """Returns entries and facts as a JSON object."""
         entries = [

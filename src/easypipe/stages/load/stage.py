@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -67,6 +68,8 @@ from easypipe.stages.tokenize.documents import (
 from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE
 from easypipe.transforms.refused import advice
 from easypipe.transforms.tokenizer.config import TokenizerConfig
+
+log = logging.getLogger("easypipe")
 
 DOCUMENTS_AT_A_TIME = 1 << 20  # how many lengths are read at a time, if all are read
 
@@ -457,6 +460,7 @@ class ForwardDocuments:
         dataset = datasets_of(context).get(name)
         self._on_error = "error" if dataset is None else dataset.on_error
         self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
+        self._warned = False  # of the first bad row that is left out
         inner = innermost(source)
         self.unit, self.waits = unit_of(source), isinstance(inner, Source) and inner.waits
 
@@ -551,5 +555,16 @@ class ForwardDocuments:
                 at=place_of(self._source, shard, bad[0].row),
                 problem=f"{bad[0].reason}: {bad[0].detail}",
                 fix=f"{advice(bad[0].reason)}, or set on_error to 'skip'.",
+            )
+        if bad and not self._warned:
+            self._warned = True
+            log.warning(
+                "dataset %s: on_error is %r: bad rows are left out and counted; the first that was "
+                "read is %s: %s: %s",
+                self.name,
+                self._on_error,
+                place_of(self._source, shard, bad[0].row),
+                bad[0].reason,
+                bad[0].detail,
             )
         return bad
