@@ -179,6 +179,10 @@ def read_record(
             raise ValueError("its counts do not add up")
         if (found.part.docs, found.part.tokens) != (found.counts.docs, found.counts.tokens):
             raise ValueError("its part holds other documents than are counted")
+        if not all(
+            found.part.start <= one.row <= found.part.stop - one.count for one in found.rejects
+        ):
+            raise ValueError("it rejects rows that it does not have")
         if found.part.file and not is_inside(found.part.file):
             raise ValueError(f"{found.part.file!r} is not a file of this cache")
         if bool(found.part.docs) != bool(found.part.file):

@@ -550,21 +550,24 @@ class ForwardDocuments:
     def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:
         """Returns the bad rows among `rejects`; raises at the first if on_error is "error"."""
         bad = list(bad_of(rejects))
-        if bad and self._on_error == "error":
+        if not bad:
+            return bad
+        at = place_of(self._source, shard, bad[0].row)
+        said = f"{bad[0].reason}: {bad[0].detail}"
+        if self._on_error == "error":
             raise SourceError(
-                at=place_of(self._source, shard, bad[0].row),
-                problem=f"{bad[0].reason}: {bad[0].detail}",
+                at=at,
+                problem=said,
                 fix=f"{advice(bad[0].reason)}, or set on_error to 'skip'.",
             )
-        if bad and not self._warned:
+        if not self._warned:
             self._warned = True
             log.warning(
                 "dataset %s: on_error is %r: bad rows are left out and counted; the first that was "
-                "read is %s: %s: %s",
+                "read is %s: %s",
                 self.name,
                 self._on_error,
-                place_of(self._source, shard, bad[0].row),
-                bad[0].reason,
-                bad[0].detail,
+                at,
+                said,
             )
         return bad
