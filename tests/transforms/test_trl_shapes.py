@@ -436,6 +436,26 @@ def test_messages_as_json_text_are_proposed_as_messages(shape: str, tmp_path: Pa
     assert made == documents(tokenized(data, tmp_path, proposed(data, "chatml")), len(data))
 
 
+@pytest.mark.parametrize(
+    "shape",
+    ["completion talk", "preference talk", "preference talk implicit", "unpaired talk", "prompts"],
+)
+@pytest.mark.parametrize(
+    "roles", [{"human": "user", "gpt": "assistant"}, {"boss": "user", "bot": "assistant"}]
+)
+def test_speakers_by_other_names_are_proposed_with_their_roles(
+    shape: str, roles: dict[str, str], tmp_path: Path
+) -> None:
+    data, text = rows(shape), json.dumps(rows(shape))
+    for name, role in roles.items():
+        text = text.replace(f'"role": "{role}"', f'"role": "{name}"')
+    told = roles if "boss" in roles else None
+    fields = dict(easypipe.discover(json.loads(text)).part().propose(roles=told).fields)
+    fields["prompt"] = dataclasses.replace(fields["prompt"], template="chatml")
+    made = documents(tokenized(json.loads(text), tmp_path, fields), len(data))
+    assert made == documents(tokenized(data, tmp_path, proposed(data, "chatml")), len(data))
+
+
 def test_prompts_without_answers_are_answered(tmp_path: Path) -> None:
     """What `easypipe generate --messages` reads, of TRL's prompt-only rows too."""
     file = jsonl(tmp_path / "prompts.jsonl", rows("prompts", 2))

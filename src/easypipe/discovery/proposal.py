@@ -313,11 +313,12 @@ def _check_roles(
     Raises:
         ConfigError: A speaker is unknown, or roles have no effect.
     """
-    if found.name not in ("sharegpt", "messages"):
+    if not found.roles and found.name not in ("sharegpt", "messages"):
         problem = f"has no effect on {TITLES[found.name]}"
         require(not roles, "roles", problem, "Leave it out.")
         return
-    if found.name == "messages" and not roles and "assistant" in found.roles:
+    answered = found.name == "prompts" or "assistant" in found.roles
+    if found.name != "sharegpt" and not roles and answered:
         return  # chat templates may know further roles
     known = {**ROLES, **roles}
     spoken = {role: known.get(role, known.get(role.lower())) for role in found.roles}
@@ -385,7 +386,8 @@ def _begin_with_prompts(kind: Kind, rows: Sequence[Row]) -> bool:
     columns = [kind.column(slot) or "" for slot in ("chosen", "rejected")]
     for talk in (value_of(row.get(column), keep=()) for row in rows for column in columns):
         for message in talk[:-1] if isinstance(talk, list) else ():
-            if isinstance(message, Mapping) and str(message.get("role")).lower() == "user":
+            role = str(message.get("role")).lower() if isinstance(message, Mapping) else "system"
+            if ROLES.get(role, "user") == "user":
                 return True
     return False
 
@@ -398,18 +400,22 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None, rows: Sequence[Row]) ->
         return {"content_field": column["text"]}
     named: Settings = {"tools_field": tools} if tools else {}
     named |= {"message_fields": dict(kind.fields)} if kind.fields else {}
-    if kind.name == "prompts":
+    renamed = bool(roles) or names_roles_otherwise(kind)
+    if kind.name == "prompts" and not renamed:
         return {"content_field": column["prompt"], "train_on": "all"} | named
     answer = column.get("completion" if "completion" in column else "chosen")
-    if kind.roles and answer is not None and any(isinstance(row.get(answer), str) for row in rows):
-        # The column holds JSON text; only the format distinguishes it from plain text.
+    in_text = any(isinstance(row.get(answer or ""), str) for row in rows)
+    if kind.roles and answer is not None and (renamed or in_text):
+        # Only the format distinguishes JSON text from plain text, and maps who speaks.
         prompt = PromptConfig(
+            format_type="sharegpt" if renamed else "chat",
             input_columns=(column.get("prompt", answer),),
             label_column=answer if "prompt" in column else None,
             rejected_column=column.get("rejected"),
             desirable_column=column.get("label"),
             train_on="completion",
             tools_column=tools,
+            roles=dict(roles) if renamed and roles else None,
             message_fields=dict(kind.fields) or None,
         )
         return {"prompt": prompt}
@@ -417,7 +423,7 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None, rows: Sequence[Row]) ->
         own = {"prompt_field": column["prompt"], "completion_field": column["completion"]}
         verdict = {"desirable_field": column["label"]} if "label" in column else {}
         return own | verdict | named
-    if kind.name == "messages" and not names_roles_otherwise(kind) and not roles:
+    if kind.name == "messages" and not renamed:
         return {"content_field": column["messages"]} | named
     if kind.name == "tokens":
         own = column[INPUT_IDS]
@@ -435,7 +441,8 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None, rows: Sequence[Row]) ->
     else:
         prompt = PromptConfig(
             format_type="sharegpt",
-            input_columns=(column["conversations" if kind.name == "sharegpt" else "messages"],),
+            input_columns=(column[SLOTS[kind.name][0].name],),
+            train_on="all" if kind.name == "prompts" else None,
             tools_column=tools,
             roles=dict(roles) if roles else None,
             message_fields=dict(kind.fields) or None,
