@@ -31,6 +31,7 @@ from easypipe.compat.registry import CollatorRegistry
 from easypipe.core.errors import ConfigError, PlacementError, StateError
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
+from easypipe.loader.rows import items
 from easypipe.loader.rows.items import ForwardRows, ItemRows
 from laws import assert_exact_resume, assert_no_new_threads, assert_same_batch, assert_same_batches
 from pipelines import config, texts, tokenizer
@@ -199,14 +200,18 @@ def test_a_collator_that_draws_draws_anew_in_every_pass():
     assert (made[0]["labels"] != made[1]["labels"]).any()
 
 
-def test_device_arrays_fill_a_short_last_batch_with_nothing():
+def test_device_arrays_fill_a_short_last_batch_with_nothing(caplog: pytest.LogCaptureFixture):
     import jax
+
+    items._warn_of_zeros.cache_clear()
 
     made = list(loader(Images(5), batch_size=4, prefetch_to_device=True, collate_fn=VISION))
     assert all(isinstance(column, jax.Array) for column in made[1].values())
     assert made[1]["labels"].tolist() == [4, -100, -100, -100]
     assert_same_batch(made[0], next(iter(loader(Images(5), batch_size=4, collate_fn=VISION))))
+    assert "rows of zeros" not in caplog.text
     [(first, second)] = loader([(i, 0.5) for i in range(3)], batch_size=4, prefetch_to_device=True)
+    assert "rows of zeros fill its last batch, and no integer column 'labels'" in caplog.text
     assert (first.tolist(), second.tolist()) == ([0, 1, 2, 0], [0.5, 0.5, 0.5, 0])
     assert isinstance(first, jax.Array)
     with pytest.raises(PlacementError, match=r"column 'text': it does not hold numbers.*Leave the"):

@@ -11,7 +11,9 @@ key     64 random bits of a row, for collators that draw (masks, crops); they de
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -27,6 +29,8 @@ from easypipe.core.schema import IGNORE, LABELS
 from easypipe.core.values import Array, Collate, Dataset, Int32, Int64, Item, attribute_of
 from easypipe.loader.rows.rows import NumberedRows, RepeatedRows
 from easypipe.plan.order import OrderConfig, documents
+
+log = logging.getLogger("easypipe")
 
 
 @runtime_checkable
@@ -83,7 +87,13 @@ class _Unsized(NumberedRows):
                 keys=[fold(self._seed, "row", self._name, epoch, row) for epoch, row in pairs],
             )
         real = int(np.count_nonzero(rows >= 0))
-        return batch if real == len(rows) else _filled(batch, real, len(rows) - real)
+        if real == len(rows):
+            return batch
+        filled = _filled(batch, real, len(rows) - real)
+        labels = filled.get(LABELS) if isinstance(filled, dict) else None
+        if labels is None or labels.dtype.kind != "i":
+            _warn_of_zeros(self._name)
+        return filled
 
 
 class ItemRows(_Unsized, RepeatedRows):
@@ -274,6 +284,17 @@ def describe_collator(collate: Collate) -> str:
     if own is not None:
         return digest(own)
     return dotted_name(collate, type(collate).__qualname__)
+
+
+@functools.cache
+def _warn_of_zeros(name: str) -> None:
+    """Warns, once for each dataset, of padding that looks like rows of data."""
+    log.warning(
+        "%s: rows of zeros fill its last batch, and no integer column %r tells a loss which they "
+        "are. Set drop_last=True, or count only the rows of Loader.rows_of(step).",
+        name,
+        LABELS,
+    )
 
 
 def _filled(batch: Any, real: int, missing: int) -> Any:
