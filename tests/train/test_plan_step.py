@@ -174,7 +174,7 @@ def test_the_command_prints_it_with_what_is_not_known(plan, config, monkeypatch,
         "it fits",
         "roofline",
         "not known:",
-        "Check the path.",
+        "Check the path",
     ):
         assert text in shown.output
     told = CliRunner().invoke(

@@ -238,11 +238,11 @@ def quickstart(
     try:
         train_tokenizer(folder)
         run = load(Path(CONFIG), overrides or [])
-        result = run_training(run)
+        prepared, result = run_training(run)
         say(
             f"everything is in {folder}: {CONFIG} and README.md say what to change",
         )
-        show_result(run, result, 3, prompt="def ")
+        show_result(run, prepared, result, 3, "def ")
     finally:
         os.chdir(began)
 
