@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
 
+from easypipe import PipelineConfig
 from easypipe.core.config import (
     apply_overrides,
     check_at_least,
@@ -151,6 +154,20 @@ def test_refusals_name_the_key_path_and_the_fix(values: dict[str, Any], message:
     with pytest.raises(ConfigError) as refusal:
         from_dict(Outer, values, at="data")
     assert str(refusal.value) == "data." + message
+
+
+@pytest.mark.parametrize("key", ["cache_dir", "save.output_dir", "datasets.0.cache_path"])
+def test_a_path_that_was_a_url_names_no_local_folder(key: str) -> None:
+    *above, name = key.split(".")
+    values: dict[str, Any] = {"datasets": [{"data_files": "x"}], "save": {}}
+    into = functools.reduce(lambda at, key: at[int(key) if key.isdigit() else key], above, values)
+    into[name] = Path("s3://bucket/folder")
+    told = rf"{name}: 's3:/bucket/folder' was a URL, in which pathlib.Path .* Give it as a str\."
+    with pytest.raises(ConfigError, match=told):
+        from_dict(PipelineConfig, values)
+    for fine in ("s3://bucket/folder", Path("folder"), Path("/a:/b"), Path("C:/b")):
+        into[name] = fine
+        from_dict(PipelineConfig, values)
 
 
 def test_the_suggested_spelling_works() -> None:

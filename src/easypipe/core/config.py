@@ -67,6 +67,8 @@ _made_with: dict[int, frozenset[str]] = {}
 CODE_KEYS = ("format_callback",)  # keys whose values name functions that are called
 _code_allowed = contextvars.ContextVar("easypipe_code_allowed", default=False)
 
+_PATH_OF_URL = re.compile(r"[a-z][a-z\d+.-]+:/(?!/)")
+
 _RULES = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True, extra="forbid")
 
 
@@ -115,6 +117,12 @@ def config(cls: type[T]) -> type[T]:
                     key,
                     f"{str(value)!a} names no file or folder",
                     "Give a path, or leave it out.",
+                )
+                require(
+                    not (isinstance(value, Path) and _PATH_OF_URL.match(str(value))),
+                    key,
+                    f"{str(value)!a} was a URL, in which pathlib.Path turns // into /",
+                    "Give it as a str.",
                 )
 
     made.__init__ = __init__
