@@ -11,6 +11,8 @@ import math
 import os
 import re
 import shutil
+import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -318,6 +320,9 @@ def test_the_server_shows_the_page_to_this_machine_alone(
         line = json.dumps({"step": 31, "loss": 0.125})
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(line + "\n" + line[:9])  # the second is half written
+        with socket.create_connection(("127.0.0.1", port)) as leaving:
+            leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            leaving.sendall(f"GET / HTTP/1.0\r\nHost: localhost:{port}\r\n\r\n".encode())
         news = json.loads(ask("/news.json")[1])
         assert news["numbers"][0]["curves"]["loss"][1][-1] == 0.125
         assert "<td>last step logged</td><td>31</td>" in news["tables"]
@@ -325,6 +330,7 @@ def test_the_server_shows_the_page_to_this_machine_alone(
         (folder / "metrics.jsonl").write_text("damage\n")
         assert ask("/news.json")[0] == 500
         serving.shutdown()
+    assert capsys.readouterr().err == "", "one who leaves the page is no error"
     assert main(["report", str(folder), "--serve"]) == 2
     assert "line 1: not a metrics record" in (said := capsys.readouterr().err)
     assert "--port" not in said

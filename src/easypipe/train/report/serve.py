@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,6 +39,10 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers requests for the page of `runs` and for what is new on it."""
 
     runs: ClassVar[Sequence[RunReader]]
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the browser has left the page
+            super().handle()
 
     def do_GET(self) -> None:
         assert isinstance(self.server, ThreadingHTTPServer)
