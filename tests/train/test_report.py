@@ -389,6 +389,7 @@ clicked(margins, { offsetX: x, offsetY: y });
 found.beside = byId("mark").textContent;
 const shown = () => [...document.querySelectorAll(".plot")].filter((one) => one.checkVisibility()).map((one) => one.dataset.title);
 found.all = shown();
+found.together = margins.group === charts.get("loss").group;
 byId("more").checked = false;
 drawAll();
 found.few = shown();
@@ -439,6 +440,7 @@ def test_in_a_browser(tmp_path: Path, size: str) -> None:
     assert "step 9: reward_margin" in found["beside"], "its last values have no logarithm"
     assert found["few"] == ["loss", "gradient norm", "mixture"] == found["all"][:3]
     assert "reward_margin" in found["all"]
+    assert found["together"], "every curve zooms with the others"
     assert found["flow"] == ("horizontal" if size.startswith("1400") else "vertical")
     show(f"--screenshot={tmp_path / 'page.png'}")
     assert (tmp_path / "page.png").stat().st_size > 20_000

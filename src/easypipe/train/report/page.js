@@ -134,12 +134,12 @@ function drawAll() {
       series: [{ type: "sankey", top: 40, ...layout, data: nodes, links: run.flows, emphasis: { focus: "adjacency" }, animation: false, labelLayout: { hideOverlap: true }, lineStyle: { color: "gradient" } }],
     });
   }
+  echarts.connect([...charts.values()].filter((chart) => chart.getOption().xAxis));
 }
 
 for (const id of ["smoothing", "logarithmic", "more"]) byId(id).addEventListener("input", drawAll);
 if (!DRAGS) byId("zooming").remove();
 drawAll();
-echarts.connect([...charts.values()].filter((chart) => chart.getOption().xAxis));
 async function refresh() {
   try {
     const answer = await fetch("news.json");
