@@ -930,6 +930,19 @@ def run_yaml(tmp_path: Path) -> Path:
     return path
 
 
+def test_tokens_that_are_not_kept_need_no_preparing(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unkept = ["--set", "data.tokenize={cache_tokenized: false}"]
+    assert main(["plan", str(run_yaml), "--no-prepare", *unkept]) == 2
+    assert "Allow preparing: its tokens are not kept for another" in capsys.readouterr().err
+    assert main(["prepare", str(run_yaml), *unkept]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "prepared, and not kept for the next process: the tokens of code, docs; train" in told
+    assert main(["prepare", str(run_yaml)]) == 0
+    assert "not kept" not in capsys.readouterr().out
+
+
 def test_the_command(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(run_yaml), "--no-prepare"]) == 2
     assert "is not tokenized yet" in capsys.readouterr().err

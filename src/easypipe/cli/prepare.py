@@ -11,6 +11,9 @@ from easypipe.cli.show import progress, say, show_report
 from easypipe.core.errors import require
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from easypipe.pipeline import Pipeline
     from easypipe.stages.config import PipelineConfig
 
 Part = Annotated[
@@ -53,9 +56,25 @@ def prepare(
         if data.streaming
         else "prepared"
     )
+    if lost := _not_kept((prepared.data, *prepared.held_out.values())):
+        done += f", and not kept for the next process: the tokens of {', '.join(lost)}"
     # Otherwise there is no model to train.
     then = f"; train with: easypipe train {config}" if "data" in values else ""
     say(done + then)
+
+
+def _not_kept(pipelines: Sequence[Pipeline]) -> list[str]:
+    """Returns the datasets whose tokens are removed when this process ends, and are not saved."""
+    from easypipe.stages.config import settings_of
+    from easypipe.stages.tokenize.documents import cached_of
+
+    return [
+        name
+        for one in pipelines
+        if (settings := settings_of(one.get_context())).save is None and not settings.streaming
+        for name, source in one.tokenized().items()
+        if (cached := cached_of(source)) is not None and cached.writer.folder.temporary
+    ]
 
 
 def _prepare_part(

@@ -334,11 +334,15 @@ def require_prepared(mixture: Mixture, *, prepare: bool) -> tuple[str, ...]:
     """
     missing = [name for name, part in mixture.parts.items() if not _stands(part)]
     if missing and not prepare:
+        first = cached_of(mixture.parts[missing[0]])
+        kept = first is None or not first.writer.folder.temporary
         raise CacheError(
             at=f"dataset {missing[0]!r}",
             problem="is not tokenized yet"
             + (f", nor are {', '.join(missing[1:])}" if missing[1:] else ""),
-            fix="Run `easypipe prepare` first, or allow preparing.",
+            fix="Run `easypipe prepare` first, or allow preparing."
+            if kept
+            else "Allow preparing: its tokens are not kept for another process.",
         )
     mixture.prepare()
     return tuple(missing)
