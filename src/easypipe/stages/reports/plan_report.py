@@ -334,12 +334,11 @@ def require_prepared(mixture: Mixture, *, prepare: bool) -> tuple[str, ...]:
     """
     missing = [name for name, part in mixture.parts.items() if not _stands(part)]
     if missing and not prepare:
-        first = cached_of(mixture.parts[missing[0]])
+        first, others = cached_of(mixture.parts[missing[0]]), ", ".join(missing[1:])
         kept = first is None or not first.writer.folder.temporary
         raise CacheError(
             at=f"dataset {missing[0]!r}",
-            problem="is not tokenized yet"
-            + (f", nor are {', '.join(missing[1:])}" if missing[1:] else ""),
+            problem="is not tokenized yet" + (f", nor are {others}" if others else ""),
             fix="Run `easypipe prepare` first, or allow preparing."
             if kept
             else "Allow preparing: its tokens are not kept for another process.",
