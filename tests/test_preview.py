@@ -367,6 +367,18 @@ def test_a_mixture_that_says_the_rows_of_a_step_is_shown(tmp_path: Path) -> None
     assert len(preview(config(tmp_path, mix=mix), 5).samples) == 5
 
 
+def test_a_run_has_its_model_s_tokenizer_and_leaves_out_what_is_held_out(tmp_path: Path) -> None:
+    rows = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts(20)])
+    run = {
+        "data": {"datasets": [{"data_files": str(rows)}]},
+        "model": {"pretrained": tokenizer()},
+        "eval": {"held": {"from": "data", "fraction": 0.3}},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    for given in (run, tmp_path / "run.yaml"):
+        assert preview(given, 1).notes[1:] == ("dataset1: 20 rows, of which 6 held_out",)
+
+
 def test_a_config_that_keeps_elsewhere_keeps_nothing(tmp_path: Path) -> None:
     """Whatever it says of where and how tokens are made and kept: none of that is asked for."""
     path = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts(10)])

@@ -17,7 +17,7 @@ from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import require
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.core.values import Arguments, Json, Settings
-from easypipe.jobs import chain
+from easypipe.jobs import chain, with_hold_outs, with_tokenizer_of
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import Segment, Span
 from easypipe.pipeline import Pipeline
@@ -29,6 +29,7 @@ from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.save import SaveStage
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.documents import TokenizedShardedSource, prompts_of, trained_turns
+from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.transforms.chat.columns import plain_of
 from easypipe.transforms.prompt.formats import ChatFormat
 
@@ -115,8 +116,13 @@ def _read(config: PipelineConfig | Settings | str | Path) -> PipelineConfig:
     if isinstance(config, PipelineConfig):
         return config
     values = load_yaml(config) if isinstance(config, str | Path) else config
-    run = "data" in values
-    return from_dict(PipelineConfig, values["data"] if run else values, "data" if run else "")
+    if "data" not in values:
+        return from_dict(PipelineConfig, values)
+    values = with_hold_outs(values)
+    data, model = from_dict(PipelineConfig, values["data"], "data"), values.get("model")
+    if isinstance(model, Mapping) and "pretrained" in model:
+        return with_tokenizer_of(data, from_dict(PretrainedConfig, model, "model"))
+    return data
 
 
 def looked_at(config: PipelineConfig, folder: str | Path) -> PipelineConfig:
