@@ -474,6 +474,17 @@ def test_a_million_steps_make_a_small_page(tmp_path: Path) -> None:
     assert written < 1.5e6
 
 
+def test_many_metrics_make_a_small_page(tmp_path: Path) -> None:
+    made = tmp_path / "run"
+    made.mkdir()
+    with (made / "metrics.jsonl").open("w") as file:
+        for i in range(1, 2001):
+            told = {f"nll/{name}": 9 / (i + name) for name in range(150)}
+            file.write(json.dumps({"step": i, "loss": 9 / i, **told}) + "\n")
+    assert write_report(made).stat().st_size < 2e6
+    assert numbers((made / "report.html").read_text())[0]["curves"]["loss"][0][-1] == 2000
+
+
 @pytest.mark.parametrize("count", [0, 1, 5, 6, 7])
 def test_the_first_documents_of_a_skipped_batch_are_named(count: int) -> None:
     documents = [{"dataset": "d", "file": "f", "row": row} for row in range(count)]

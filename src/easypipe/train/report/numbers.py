@@ -14,6 +14,8 @@ from easypipe.core.values import Json
 from easypipe.train.metrics.log import Record, records_from
 
 MOST_POINTS = 2000  # the most points of a curve; longer ones keep the extremes of each stretch
+ALL_POINTS = 40_000  # the most points of all curves of a run, if each gets LEAST_POINTS
+LEAST_POINTS = 100
 HELD_OUT = "eval"  # the key of a record's held-out results
 
 
@@ -41,12 +43,14 @@ class Curves:
         return float(np.median(found)) if found else None
 
     def points(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Returns name → (steps, values), at most MOST_POINTS each.
+        """Returns name → (steps, values), at most MOST_POINTS each, and fewer of many curves.
 
         Held-out names are `eval/<name>/<metric>`.
         """
+        each = max(LEAST_POINTS, ALL_POINTS // max(1, len(self.values)))
+        most = min(MOST_POINTS, each)
         return {
-            name: thinned(np.asarray(self.steps[name]), np.asarray(values))
+            name: thinned(np.asarray(self.steps[name]), np.asarray(values), most)
             for name, values in self.values.items()
         }
 
@@ -95,15 +99,15 @@ def _enter(found: Curves, step: int, under: str, values: Json) -> None:
 
 
 def thinned(
-    steps: NDArray[np.float64], values: NDArray[np.float64]
+    steps: NDArray[np.float64], values: NDArray[np.float64], most: int = MOST_POINTS
 ) -> tuple[list[int], list[float]]:
-    """Returns at most about MOST_POINTS steps and values, the values with six digits.
+    """Returns at most about `most` steps and values, the values with six digits.
 
     A longer curve is cut into as many stretches as there is space for. It keeps its first and last
     point, and the least and the greatest value of each stretch, so that no spike is lost.
     """
-    if len(steps) > MOST_POINTS:
-        edges = np.linspace(0, len(steps), MOST_POINTS // 2, dtype=np.int64)
+    if len(steps) > most:
+        edges = np.linspace(0, len(steps), most // 2, dtype=np.int64)
         kept = {0, len(steps) - 1}
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             part = values[start:stop]
