@@ -368,7 +368,7 @@ def test_rows_of_python_are_read_as_those_of_files(tmp_path: Path, given: Any) -
     assert texts_of(tmp_path / "one", given([one, talk({"c": 1})])) == written(
         [one, talk({"c": 1})]
     )
-    with pytest.raises(SourceError, match="no common type"):  # a list and an object
+    with pytest.raises(SourceError, match="row 1, column 'messages': not_a_list"):
         texts_of(
             tmp_path / "bad", given([talk({}), {"messages": {"role": "user", "content": "x"}}])
         )

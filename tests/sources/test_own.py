@@ -469,12 +469,11 @@ class Rowless(ShardedDataSource):
         (lambda: iter(()), "d: has no row from which columns can be determined"),
         (
             lambda: iter([{"a": 1}, {"a": 2, "b": 1}, {"a": "x"}, {"a": 1.5}]),
-            "d, row 2, column 'a': its values have no common type: int64 and large_string. Give .*, "
-            "or set on_error to 'skip'",
+            "d, row 2, column 'a': is not of type double: .*. Give .*, or set on_error to 'skip'",
         ),
         (
             ByNumber([{"a": []}, {"a": {"b": 1}}]),
-            "d, row 1, column 'a': its values have no common type",
+            "d, row 1, column 'a': is not of type large_list",
         ),
         (
             Listed([{"a": "x"}] * 7 + [{"a": "a\ud800"}]),
@@ -781,6 +780,30 @@ def test_a_bad_row_of_python_stands_in_the_ledger(
         else r"dataset d: on_error is 'skip': 1 of 31 rows left out \(wrong_type 1\)",
         told,
     )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("make", [Listed, ListedAtRow, ByNumber, list])
+def test_a_column_that_is_not_read_spoils_no_row(
+    make: Callable[[list[Any]], Any], streaming: bool, tmp_path: Path
+) -> None:
+    good = [{"text": text, "n": 1, "o": {"a": 1}} for text in texts(1100)]
+    others: list[Any] = [{"n": "x"}, {"n": object()}, {"new": 1}, {"o": {"b": 1}}, {"n": "\ud800"}]
+    rows = [*good[:7], {**good[0], "n": "y"}, *good[7:], *({**good[0], **one} for one in others)]
+    dataset = DatasetConfig(name="d", data_files=make(rows), tokenizer=tokenizer(), version=None)
+    made = Pipeline(
+        PipelineConfig(datasets=[dataset], seed=1, cache_dir=tmp_path, streaming=streaming)
+    ).source()
+    if make is not list:  # whose columns follow from all rows
+        source = made.copy().get_data()["d"]
+        with pytest.raises(
+            SourceError, match=r"row 7, column 'n': is not of type int64: .*on_error"
+        ):
+            source.read(0, 0, 1000)
+        with pytest.raises(SourceError, match=r"row 1103: column 'new' is not in the first 1024"):
+            source.read(0, 1103, 1104)
+    loader = made.tokenize().load({"batch_size": 2}).build()
+    assert sum(len(batch["input_ids"]) for batch in loader) == 1106
 
 
 def test_rows_that_become_several_are_all_streamed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows (dicts) of users to Arrow batches: types of columns, JSON for mixed ones, errors by row."""
+"""Rows (dicts) of users to Arrow batches: types of columns, JSON for mixed ones, faults by row."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import contextlib
 import datetime
 import decimal
 import functools
+import json
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.errors import SourceError, place
+from easypipe.core.errors import SourceError, moved, place
 from easypipe.core.protocols import Reject, Scan
-from easypipe.core.schema import is_json, is_list, plain_type, typed_array, without_row_numbers
+from easypipe.core.schema import ROW_NUMBER, is_json, is_list, plain_type, typed_array
 from easypipe.core.values import Item, Row
 from easypipe.sources.schemas import (
     JSON,
@@ -30,6 +31,7 @@ from easypipe.sources.schemas import (
 
 FIRST_ROWS = 1024  # the columns follow from this many first rows
 
+FAULTS = "__faults__"  # the column of `as_batch` that says which rows do not fit
 NO_COMMON_TYPE = "its values have no common type"
 
 MISFITS = (
@@ -45,62 +47,57 @@ MISFITS = (
 def require_row(row: Item, number: int, name: str) -> None:
     """Raises SourceError if a row is not a dict with names of columns."""
     if not _is_row(row):
-        problem = f"expected a dict with names of columns, got {type(row).__name__}"
-        raise SourceError(
-            at=place(name, row=number),
-            problem=problem,
-            fix="Map it to rows like {'text': ...}, or set on_error to 'skip'.",
-        )
+        raise moved(_not_a_row(row), place(name, row=number))
+
+
+def _not_a_row(row: Item) -> SourceError:
+    return SourceError(
+        at="",
+        problem=f"expected a dict with names of columns, got {type(row).__name__}",
+        fix="Map it to rows like {'text': ...}, or set on_error to 'skip'.",
+    )
+
+
+def _unknown_column(name: str, columns: pa.Schema) -> SourceError:
+    return SourceError(
+        at="",
+        problem=f"column {name!r} is not in the first {FIRST_ROWS} rows",
+        have=[one for one in columns.names if one != ROW_NUMBER],
+        fix="Give every row the same keys, or set on_error to 'skip'.",
+    )
 
 
 def _is_row(row: Item) -> bool:
     return isinstance(row, Mapping) and all(isinstance(key, str) for key in row)
 
 
-def columns_of(
-    rows: Iterable[tuple[int, Item]], name: str, *, skip: bool = False, exact: Sequence[str] = ()
-) -> pa.Schema:
-    """Returns the columns of the first rows.
+def columns_of(rows: Iterable[Item], name: str, *, exact: Sequence[str] = ()) -> pa.Schema:
+    """Returns the columns of the first rows; if types differ, the most frequent ones decide.
 
     Args:
-        rows: Numbers and rows.
+        rows: The rows; those that are not dicts are left out.
         name: The dataset, for errors.
-        skip: Whether to leave out rows that do not fit; the most frequent type decides.
         exact: Columns whose lists and objects are JSON: later rows may hold nulls that an Arrow
             type could not tell from missing keys.
 
     Raises:
-        SourceError: The values of a column have no common type, and the error names the first row
-            that differs from those before it; or there are no columns.
+        SourceError: There are no columns.
     """
     found: dict[str, Counter[pa.DataType]] = {}
-    first: dict[tuple[str, pa.DataType], int] = {}
-    for number, row in rows:  # row by row: these are Python objects, not columns yet
-        if skip and not _is_row(row):
-            continue
+    for row in filter(_is_row, rows):  # row by row: these are Python objects, not columns yet
         for key, value in row.items():
-            try:
-                kind = _kind(value)
-            except MISFITS as error:
-                if skip:
-                    continue
-                raise misfit(place(name, row=number, column=key), "has no type", error) from error
-            found.setdefault(key, Counter())[kind] += 1
-            first.setdefault((key, kind), number)
+            counts = found.setdefault(key, Counter())
+            with contextlib.suppress(*MISFITS):  # such a value fits no column
+                counts[_kind(value)] += 1
     kinds: dict[str, pa.DataType] = {}
     for key, counts in found.items():
-        if not skip:
-            every = list(counts)
-            try:
-                kinds[key] = _of_all(every)
-            except TypeConflict as error:
-                kind = every[_conflict(every)]
-                at = place(name, row=first[key, kind], column=key)
-                raise misfit(at, NO_COMMON_TYPE, error) from error
-            continue
-        for kind, _ in counts.most_common():
-            with contextlib.suppress(TypeConflict):
-                kinds[key] = _common(kinds.get(key, pa.null()), kind)
+        try:
+            kinds[key] = _of_all(counts)
+        except TypeConflict:
+            kinds[key] = pa.null()
+            for kind, _ in counts.most_common():
+                with contextlib.suppress(TypeConflict):
+                    kinds[key] = _common(kinds[key], kind)
     kinds |= {key: JSON for key in exact if key in kinds and holds_struct(kinds[key])}
     if not kinds:
         raise SourceError(
@@ -111,80 +108,108 @@ def columns_of(
     return plain_schema(pa.schema([pa.field(key, kind) for key, kind in kinds.items()]), name)
 
 
-def as_arrays(
-    rows: Sequence[Row], numbers: Sequence[int], columns: pa.Schema, name: str
-) -> list[pa.Array]:
-    """Returns the rows as arrays of `columns`.
+def as_batch(rows: Sequence[Item], numbers: Sequence[int], columns: pa.Schema) -> pa.RecordBatch:
+    """Returns the rows as a batch of `columns` and FAULTS.
+
+    FAULTS is null for a row that fits. For others it is a JSON list of faults: the column (null for
+    a row that is no dict), and place, problem, choices and fix as in an error. A value that does
+    not fit is null in its column.
 
     Args:
         rows: The rows.
-        numbers: The number of each row, for errors.
+        numbers: The number of each row, for ROW_NUMBER.
         columns: The columns.
-        name: The dataset, for errors.
-
-    Raises:
-        SourceError: A value does not fit; the error names its row and column.
     """
+    faults: dict[int, list[tuple[str | None, Fault]]] = {}
+
+    def note(i: int, column: str | None, error: SourceError) -> None:
+        faults.setdefault(i, []).append(
+            (column, Fault(error.at, error.problem, error.have, error.fix))
+        )
+
     known = set(columns.names)
-    for number, row in zip(numbers, rows, strict=True):
-        if not row.keys() <= known:
-            problem = (
-                f"column {next(key for key in row if key not in known)!r} is not in the "
-                f"first {FIRST_ROWS} rows"
-            )
-            raise SourceError(
-                at=place(name, row=number),
-                problem=problem,
-                have=columns.names,
-                fix="Give every row the same keys, or set on_error to 'skip'.",
-            )
-    return [
-        _array(numbers, [row.get(field.name) for row in rows], field, name) for field in columns
-    ]
+    dicts: list[Row] = []
+    for i, row in enumerate(rows):
+        if not _is_row(row):
+            note(i, None, _not_a_row(row))
+        elif not row.keys() <= known:
+            for key in row.keys() - known:
+                note(i, key, _unknown_column(key, columns))
+        dicts.append(row if _is_row(row) else {})
+    arrays: list[pa.Array] = []
+    for field in columns:
+        if field.name == ROW_NUMBER:
+            arrays.append(pa.array(numbers, pa.int64()))
+            continue
+        values = [row.get(field.name) for row in dicts]
+        try:
+            arrays.append(_array(values, field))
+        except SourceError:
+            for i, value in enumerate(values):  # only a few blocks hold a value that does not fit
+                try:
+                    _array([value], field)
+                except SourceError as error:
+                    note(i, field.name, error)
+                    values[i] = None
+            arrays.append(_array(values, field))
+    texts = [json.dumps(faults[i]) if i in faults else None for i in range(len(rows))]
+    return pa.record_batch(
+        [*arrays, pa.array(texts, pa.large_string())], schema=with_faults(columns)
+    )
 
 
-def as_scan(
-    rows: Sequence[Item], numbers: Sequence[int], columns: pa.Schema, name: str, *, skip: bool
+class Fault(NamedTuple):
+    """What is wrong with a row; the members are those of SourceError."""
+
+    at: str
+    problem: str
+    have: list[str] | None
+    fix: str | None
+
+
+def with_faults(columns: pa.Schema) -> pa.Schema:
+    return columns.append(pa.field(FAULTS, pa.large_string()))
+
+
+def fitting(
+    batch: pa.RecordBatch,
+    numbers: Sequence[int],
+    columns: Sequence[str] | None,
+    name: str,
+    *,
+    skip: bool,
 ) -> Scan:
-    """Returns the rows as a batch of `columns`.
+    """Returns the rows of a batch of `as_batch` without FAULTS.
 
     Args:
-        rows: The rows.
+        batch: The batch.
         numbers: The number of each row.
-        columns: The columns; with `skip` they hold ROW_NUMBER.
-        name: The dataset, for errors.
-        skip: Whether rows that do not fit are rejects.
+        columns: The columns to return; faults in others do not count. None returns all.
+        name: The dataset and the shard, for errors.
+        skip: Whether rows with faults are rejects.
 
     Raises:
-        SourceError: A row does not fit, and `skip` is False; the error names the first.
+        SourceError: A row has a fault, and `skip` is False; the error names the first.
     """
-
-    def made(rows: Sequence[Item], numbers: Sequence[int]) -> pa.RecordBatch:
-        for number, row in zip(numbers, rows, strict=True):
-            require_row(row, number, name)
-        data = without_row_numbers(columns)
-        arrays = as_arrays(rows, numbers, data, name)
-        if len(data) < len(columns):
-            arrays.append(pa.array(numbers, pa.int64()))
-        return pa.record_batch(arrays, schema=columns)
-
-    try:
-        return Scan(made(rows, numbers), ())
-    except SourceError:
-        if not skip:
-            raise
-    good: list[tuple[int, Any]] = []
+    texts = batch.column(FAULTS)
+    names = [one for one in batch.schema.names if one != FAULTS] if columns is None else [*columns]
     rejects: list[Reject] = []
-    for number, row in zip(numbers, rows, strict=True):  # only a few blocks hold a bad row
-        try:
-            made([row], [number])
-            good.append((number, row))
-        except SourceError as error:
-            at = error.at.removeprefix(place(name, row=number)).removeprefix(", ")
-            detail = f"{at}: {error.problem}" if at else error.problem
-            rejects.append(Reject(row=number, reason="wrong_type", detail=detail))
-    kept = made([row for _, row in good], [number for number, _ in good])
-    return Scan(kept, tuple(rejects))
+    for i in np.flatnonzero(texts.is_valid().to_numpy(zero_copy_only=False)).tolist():
+        for column, told in json.loads(texts[i].as_py()):
+            if column is not None and columns is not None and column not in columns:
+                continue
+            at, problem, have, fix = Fault(*told)
+            if not skip:
+                at = ", ".join(filter(None, (place(name, row=numbers[i]), at)))
+                raise SourceError(at=at, problem=problem, have=have, fix=fix)
+            detail = f"{at}: {problem}" if at else problem
+            rejects.append(Reject(row=numbers[i], reason="wrong_type", detail=detail))
+            break
+    batch = batch.select(names)
+    if rejects:
+        bad = {reject.row for reject in rejects}
+        batch = batch.filter(pa.array([number not in bad for number in numbers]))
+    return Scan(batch, tuple(rejects))
 
 
 def as_json(values: Iterable[Any]) -> pa.Array:
@@ -224,7 +249,7 @@ def _kind(value: Any) -> pa.DataType:
         return as_json([value]).type
 
 
-def _of_all(kinds: Sequence[pa.DataType]) -> pa.DataType:
+def _of_all(kinds: Iterable[pa.DataType]) -> pa.DataType:
     """Returns the type of a column that holds all of these types, in any order.
 
     Objects become JSON among themselves before they meet lists, as in JSON lines.
@@ -232,19 +257,10 @@ def _of_all(kinds: Sequence[pa.DataType]) -> pa.DataType:
     Raises:
         TypeConflict: No type holds all.
     """
+    kinds = list(kinds)
     objects = [kind for kind in kinds if pa.types.is_struct(kind)]
     others = [kind for kind in kinds if not pa.types.is_struct(kind)]
     return _common(*(functools.reduce(_common, some, pa.null()) for some in (others, objects)))
-
-
-def _conflict(kinds: Sequence[pa.DataType]) -> int:
-    """Returns which of these types is the first that has no common type with those before it."""
-    for n in range(2, len(kinds)):
-        try:
-            _of_all(kinds[:n])
-        except TypeConflict:
-            return n - 1
-    return len(kinds) - 1
 
 
 def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
@@ -270,25 +286,22 @@ def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
     return merged
 
 
-def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str) -> pa.Array:
-    """Returns a column's values as an array; raises SourceError for one that does not fit."""
+def _array(values: list[Any], field: pa.Field) -> pa.Array:
+    """Returns a column's values as an array; raises SourceError if one does not fit."""
+    at = f"column {field.name!r}"
     try:
         if is_json(field.type):
             return as_json(values)
         array = typed_array([_plain(value) for value in values], field.type)
     except MISFITS as error:
-        bad = next(
-            (n for n, value in zip(numbers, values, strict=True) if not _fits(value, field.type)),
-            numbers[0],
-        )
         wanted = "is kept as JSON" if is_json(field.type) else f"is not of type {field.type}"
-        raise misfit(place(name, row=bad, column=field.name), wanted, error) from error
+        raise misfit(at, wanted, error) from error
     if holds_struct(field.type):  # Arrow drops keys that are not in the type
-        for number, value in zip(numbers, values, strict=True):
+        for value in values:
             lost = _lost(value, field.type)
             if lost is not None:
                 raise SourceError(
-                    at=place(name, row=number, column=field.name),
+                    at=at,
                     problem=f"has the key {lost!r}, which no object there has in the first "
                     f"{FIRST_ROWS} rows",
                     fix="Give a row that has it among those, or the column as JSON text "
@@ -355,12 +368,3 @@ def _plain(value: Any) -> Any:
         array = np.asarray(value)
         return array if array.ndim == 1 else array.tolist()
     return value
-
-
-def _fits(value: Any, kind: pa.DataType) -> bool:
-    """Returns whether a value can be stored as `kind`."""
-    try:
-        as_json([value]) if is_json(kind) else typed_array([_plain(value)], kind)
-    except MISFITS:
-        return False
-    return True

@@ -18,13 +18,26 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, place, require, require_known, require_rows
+from easypipe.core.errors import (
+    SourceError,
+    place,
+    require,
+    require_columns,
+    require_known,
+    require_rows,
+)
 from easypipe.core.identity import held_by, name_of, raise_named
 from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, left_out
-from easypipe.core.schema import with_row_numbers
+from easypipe.core.schema import ROW_NUMBER, with_row_numbers
 from easypipe.core.values import Dataset, attribute_of
 from easypipe.sources.base import READER_VERSION
-from easypipe.sources.external.dicts import FIRST_ROWS, as_scan, columns_of, require_row
+from easypipe.sources.external.dicts import (
+    FIRST_ROWS,
+    as_batch,
+    columns_of,
+    fitting,
+    require_row,
+)
 from easypipe.sources.external.memory import content_hash
 from easypipe.sources.external.own import (
     Numbered,
@@ -226,9 +239,9 @@ class ArrowDatasetSource(_Object):
 class RandomAccessSource(_Object):
     """Rows by number: anything with `len()` whose `data[i]` is a dict, or None for a filtered row.
 
-    Values are Python objects or arrays. Columns follow from the `first_rows`. A later row that
-    does not fit them, or that is not a dict, raises SourceError or is a reject (`skip`). Rows that
-    are None are rejects ("filtered", benign). It is thread-safe if `data[i]` is.
+    Values are Python objects or arrays. Columns follow from the `first_rows`. A row that does not
+    fit those that are selected, or that is not a dict, raises SourceError or is a reject (`skip`).
+    Rows that are None are rejects ("filtered", benign). It is thread-safe if `data[i]` is.
     """
 
     def __init__(
@@ -248,6 +261,7 @@ class RandomAccessSource(_Object):
                 fix="Take off its repeat(); give epochs to the mixture instead.",
             )
         super().__init__(name, rows, identity)
+        self._columns: tuple[str, ...] | None = None
         self._exact: tuple[str, ...] = ()  # columns whose lists and objects are JSON
         self._data, self._rows, self._skip, self._first = data, rows, skip, first_rows
         self._lock = threading.Lock()
@@ -255,15 +269,27 @@ class RandomAccessSource(_Object):
 
     @property
     def schema(self) -> pa.Schema:
+        whole, chosen = self._whole, self._columns
+        return whole if chosen is None else pa.schema([whole.field(name) for name in chosen])
+
+    @property
+    def _whole(self) -> pa.Schema:
         """The columns of the first rows, with ROW_NUMBER."""
         with self._lock:
             if self._schema is None:
                 rows = self._there(0, min(self._rows, self._first))[1]
                 for i, row in ({} if self._skip else rows).items():
                     require_row(row, i, self._name)
-                columns = columns_of(rows.items(), self._name, skip=self._skip, exact=self._exact)
+                columns = columns_of(rows.values(), self._name, exact=self._exact)
                 self._schema = with_row_numbers(columns)
             return self._schema
+
+    def select(self, columns: Sequence[str]) -> RandomAccessSource:
+        clone = copy.copy(self)
+        require_columns(columns, self.schema.names, self._name)
+        clone._columns = tuple(dict.fromkeys([*columns, ROW_NUMBER]))
+        clone.__dict__.pop("_content", None)
+        return clone
 
     def exactly(self, columns: Sequence[str]) -> RandomAccessSource:
         clone = copy.copy(self)
@@ -274,9 +300,9 @@ class RandomAccessSource(_Object):
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         require_rows(start, stop, self._rows, self._name)
         none, rows = self._there(start, stop)
-        batch, bad = as_scan(
-            list(rows.values()), list(rows), self.schema, self._name, skip=self._skip
-        )
+        numbers = list(rows)
+        batch = as_batch(list(rows.values()), numbers, self._whole)
+        batch, bad = fitting(batch, numbers, self._columns, self._name, skip=self._skip)
         return Scan(batch, (*bad, *left_out(none, "filtered")))
 
     def _there(self, start: int, stop: int) -> tuple[list[int], dict[int, Any]]:

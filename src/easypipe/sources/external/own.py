@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
-import numpy as np
 import pyarrow as pa
 
 from easypipe.core.checked import recall_checked, remember_checked
@@ -29,7 +28,6 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place, require, require_columns, require_rows
 from easypipe.core.identity import held_by, name_of, raise_named
 from easypipe.core.protocols import (
-    Reject,
     Scan,
     Shard,
     ShardedDataSource,
@@ -208,19 +206,14 @@ class Given:
         finally:
             _close(rows)
 
-    def scanned(self, taken: list[Item], start: int, columns: pa.Schema, shard: int) -> Scan:
-        """Returns rows that were taken, as a batch of `columns`."""
-        numbers = range(start, start + len(taken))
-        return dicts.as_scan(taken, numbers, columns, self.at(shard), skip=self.skip)
-
 
 class OwnSource(Source):
     """The rows of a user's own source, as `as_source` makes it; implements ShardedSource.
 
     Columns follow from the first 1,024 rows; lists and objects with mixed types inside are JSON. A
-    later row that does not fit them, or that is not a dict, raises SourceError or is a reject
-    (`skip`). Rows that can only be read forward are asked for once, in order, on one thread. Rows
-    of a source with `open_shard_at_row` are asked for when they are needed, on any thread.
+    row that does not fit those that are selected, or that is not a dict, raises SourceError or is a
+    reject (`skip`). Rows that can only be read forward are asked for once, in order, on one thread.
+    Rows of a source with `open_shard_at_row` are asked for when they are needed, on any thread.
     """
 
     def __init__(self, given: Given, num_rows: int | None, *, counted: bool) -> None:
@@ -295,19 +288,20 @@ class OwnSource(Source):
         if self._given.seeks:
             taken = self._given.taken(shard, start, more - start)
             found = start + len(taken)
-            batch, rejects = self._given.scanned(taken[: stop - start], start, self._whole, shard)
+            some = taken[: stop - start]
+            batch = dicts.as_batch(some, range(start, start + len(some)), self._whole)
         else:
             found = self._kept.pull(shard, more, self._whole, limit)
-            batch, rejects = self._kept.read(shard, start, stop, self._whole, limit)
+            batch = self._kept.read(shard, start, stop, self._whole, limit)
         if info.num_rows is not None and not stop <= found <= info.num_rows:
             raise self._miscounted(shard, info.num_rows, found)
-        return Scan(batch if self._columns is None else batch.select(list(self._columns)), rejects)
+        numbers, at = range(start, start + batch.num_rows), self._given.at(shard)
+        return dicts.fitting(batch, numbers, self._columns, at, skip=self._given.skip)
 
     def at_end(self, shard: int, position: int) -> bool:
         """Returns whether there is no row at `position` or after it."""
         if self._given.seeks:
-            batch, rejects = self._sought(shard, position, position + 1)
-            return not batch.num_rows and not rejects
+            return not self._given.taken(shard, position, 1)
         return self._kept.pull(shard, position + 1, self._whole) <= position
 
     def _limit(self, shard: int) -> int | None:
@@ -340,7 +334,7 @@ class OwnSource(Source):
 
     def _columns_of_first_rows(self) -> pa.Schema:
         given, (at, rows) = self._given, self._kept.first_rows(dicts.FIRST_ROWS)
-        schema = dicts.columns_of(enumerate(rows), at, skip=given.skip, exact=self._exact)
+        schema = dicts.columns_of(rows, at, exact=self._exact)
         if given.features is not None:
             schema = with_classes(schema, given.features)
         return with_row_numbers(schema) if given.skip else schema
@@ -355,11 +349,6 @@ class OwnSource(Source):
                 if what == "shards":
                     self._remember()
             return self._known[what]
-
-    def _sought(self, shard: int, start: int, stop: int) -> Scan:
-        """Returns rows that the user's source opens at `start`."""
-        taken = self._given.taken(shard, start, stop - start)
-        return self._given.scanned(taken, start, self._whole, shard)
 
     def _count(self) -> Iterator[Shard]:
         """Yields the shards with their numbers of rows."""
@@ -463,26 +452,20 @@ class _Kept:
 
     def read(
         self, shard: int, start: int, stop: int, columns: pa.Schema, limit: int | None
-    ) -> Scan:
-        """Returns rows `start` to `stop`; they are taken first if they have not been taken yet."""
+    ) -> pa.RecordBatch:
+        """Returns rows `start` to `stop`, as `dicts.as_batch` does; they are taken if necessary."""
         stop = min(stop, self.pull(shard, stop, columns, limit))
         if start >= stop:
-            return Scan(pa.RecordBatch.from_pylist([], schema=columns), ())
+            return dicts.as_batch([], [], columns)
         pulled = self._shards[shard]
         first, last = start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)
         blocks = [
-            pa.ipc.read_record_batch(pa.py_buffer(self._bytes(*place)), columns)
-            for place in pulled.places[first:last]
+            pa.ipc.read_record_batch(pa.py_buffer(self._bytes(*at)), dicts.with_faults(columns))
+            for at in pulled.places[first:last]
         ]
-        table = pa.Table.from_batches(blocks, schema=columns)
-        begin, count = start - first * BLOCK_ROWS, stop - start
-        if self._given.skip:
-            numbers = table.column(ROW_NUMBER).to_numpy()
-            begin = int(np.searchsorted(numbers, start))
-            count = int(np.searchsorted(numbers, stop)) - begin
-        table = table.slice(begin, count).combine_chunks()
-        batch = table.to_batches()[0] if table.num_rows else blocks[0].slice(0, 0)
-        return Scan(batch, tuple(one for one in pulled.rejects if start <= one.row < stop))
+        table = pa.Table.from_batches(blocks)
+        table = table.slice(start - first * BLOCK_ROWS, stop - start)
+        return table.combine_chunks().to_batches()[0]
 
     def num_bytes(self, shard: int) -> int:
         return self._shards[shard].num_bytes
@@ -502,7 +485,8 @@ class _Kept:
             try:
                 count = min(BLOCK_ROWS, (limit or sys.maxsize) - pulled.rows)
                 taken = list(itertools.islice(pulled.iterator, count))
-                batch, rejects = given.scanned(taken, pulled.rows, columns, shard)
+                numbers = range(pulled.rows, pulled.rows + len(taken))
+                batch = dicts.as_batch(taken, numbers, columns)
                 data = memoryview(batch.serialize())
                 pulled.places.append((self._append(data), len(data)))
             except BaseException:
@@ -511,8 +495,7 @@ class _Kept:
                 # after the rows that are kept.
                 pulled.iterator = None
                 raise
-            pulled.rejects += rejects
-            pulled.num_bytes += batch.nbytes
+            pulled.num_bytes += batch.nbytes - batch.column(dicts.FAULTS).nbytes
             pulled.rows += len(taken)
             if pulled.rows // MANY_ROWS > (pulled.rows - len(taken)) // MANY_ROWS and rows is None:
                 log.warning(
@@ -548,7 +531,6 @@ class _Pulled:
     """The rows that were taken from a shard so far.
 
     Attributes:
-        rejects: The rejected rows.
         iterator: Where reading continues; None if it has to begin.
         places: (offset, bytes) of each block in the file.
         rows: How many rows were taken.
@@ -557,7 +539,6 @@ class _Pulled:
     """
 
     def __init__(self) -> None:
-        self.rejects: list[Reject] = []
         self.iterator: Iterator[Item] | None = None
         self.places: list[tuple[int, int]] = []
         self.rows = self.num_bytes = 0

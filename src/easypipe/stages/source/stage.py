@@ -184,11 +184,13 @@ def _rows_in_memory(rows: Dataset, dataset: DatasetConfig) -> ShardedSource:
     try:
         return InMemoryShardedSource(rows, name=name)
     except SourceError as error:
-        if dataset.on_error == "error" or not isinstance(error.__cause__, MISFITS):
+        if not isinstance(error.__cause__, MISFITS):
             raise
         if isinstance(rows, Mapping):
             rows = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
-    return RandomAccessSource(rows, name=name, skip=True, first_rows=len(rows))
+    # types differ in a column, which matters if it is read, or in rows, which may be skipped
+    skip = dataset.on_error != "error"
+    return RandomAccessSource(rows, name=name, skip=skip, first_rows=len(rows))
 
 
 def _without_conflicts(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
