@@ -100,6 +100,32 @@ def test_schedule_free_is_the_algorithm_of_the_paper():
         np.testing.assert_allclose(got[t - 1], (1 - b1) * z + b1 * x, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize(
+    ("name", "theirs", "options"),
+    [
+        ("adamw", optax.adamw, ("beta1", "beta2", "epsilon")),
+        ("nadamw", optax.nadamw, ("beta1", "beta2", "epsilon")),
+        ("lamb", optax.lamb, ("beta1", "beta2", "epsilon")),
+        ("lion", optax.lion, ("beta1", "beta2")),
+        ("ademamix", optax.contrib.ademamix, ("beta1", "beta2", "beta3", "alpha")),
+    ],
+)
+def test_those_of_optax_are_what_they_are_called(name, theirs, options):
+    config = constant(name, learning_rate=0.01, weight_decay=0.2)
+    start, grads = given()
+    trained, _ = trajectory(config, start, grads)
+    with jax.enable_x64(True):
+        rate = jnp.asarray(rates(config))
+        chosen = [DEFAULTS[name][option] for option in options]
+        optimizer = theirs(lambda step: rate[step], *chosen, weight_decay=0.2)
+        params = jnp.asarray(start)
+        state = optimizer.init(params)
+        for gradient, found in zip(grads, trained, strict=True):
+            updates, state = optimizer.update(jnp.asarray(gradient), state, params)
+            params = optax.apply_updates(params, updates)
+            np.testing.assert_allclose(found, params, rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize("zeros", [0, 2])
 def test_prodigy_is_the_algorithm_of_the_paper_also_where_the_first_gradients_are_zero(zeros):
     """Mishchenko and Defazio, 2023, algorithm 4 with Adam's bias corrections. While no gradient was

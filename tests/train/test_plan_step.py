@@ -159,6 +159,23 @@ def test_the_traffic_with_memory_is_counted(remat, passes):
     assert line.memory_s == pytest.approx(traffic / device.memory_rate)
 
 
+@pytest.mark.parametrize(("attention", "hidden"), [("splash", 0), ("xla", 1)])
+def test_what_a_step_executes_beside_its_flops_is_counted(attention, hidden):
+    """XLA's attention also computes the pairs that the causal mask hides, as many as it keeps."""
+    device, slots = known_device("TPU v5 lite"), 16 * 512
+    mesh = {"data": 1, "fsdp": 1, "tensor": 1}
+    layers = 3 * 256 * (4 * 256 + 3 * 512)  # a product each way for each of these numbers
+    flops = flops_per_step(ModelConfig(**SHAPE), [512] * 16)
+    scores = flops - 6 * (layers + 256 * 512) * slots
+    mixing = scores * (1 + hidden) / 3  # of a forward pass
+    again = {"none": 0, "dots": mixing * hidden, "full": 2 * layers * slots + mixing}
+    for remat, more in again.items():
+        config = ModelConfig(**SHAPE, remat=remat)
+        line = roofline(config, device, mesh, (16, 512, 1), attention, held=0, sent=0.0)
+        assert line.flops == flops
+        assert line.executed_flops == pytest.approx(flops + scores * hidden + more)
+
+
 def test_the_command_prints_it_with_what_is_not_known(plan, config, monkeypatch, tmp_path):
     monkeypatch.setattr(runs, "plan_on", lambda run, topology: plan)  # compiled above
     page = ["--topology", "v5e:2x2", "--no-prepare", "--html", str(tmp_path / "plan.html")]
@@ -210,6 +227,7 @@ def test_what_does_not_fit_says_what_to_change(tpu):
     assert any("fsdp in place of data" in one for one in plan.advice)
     assert any("remat" in one for one in plan.advice)
     assert any("data.load.accumulation_steps: 2 (now 1)" in one for one in plan.advice)
+    assert all(f"  - {one}\n" in f"{plan}\n" for one in plan.advice)
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,7 @@ def show_result(
     if result.seen.chat_template is not None and not prompt:
         say(f"talk to it: easypipe generate {result.output_dir} --chat")
         return
-    given = repr(prompt) if prompt else "the beginnings of documents"
-    say(f"texts by the model, which goes on from {given}:")
+    say("texts by the model:")
     begin = [prompt] if prompt else _beginnings(prepared.data, samples)
     for text in sample(run, result, list(itertools.islice(itertools.cycle(begin), samples))):
         say(f"  » {text!r}")
@@ -156,12 +155,16 @@ def sample(run: RunConfig, result: TrainResult, prompts: Sequence[str]) -> list[
 
 
 def _beginnings(data: Pipeline, count: int) -> list[str]:
-    """Returns how the first rows of each dataset begin.
+    """Returns how the first rows of each dataset begin, unless its files would be read from afar.
 
     That is all that comes before the text that is trained on, or the first three words.
     """
+    from easypipe.core.storage import is_remote
+
     begin = []
     for source in data.tokenized().values():
+        if any(is_remote(shard.name) for shard in source.source.shards[:1]):
+            continue
         rows = source.form.read(source.source, 0, 0, count)
         every = [()] * len(rows.texts) if rows.spans is None else rows.spans
         for text, spans in zip(rows.texts.to_pylist(), every, strict=True):
