@@ -292,10 +292,10 @@ def prepare_data(
         check(pipeline, others)
     warn_of_trained_rows(pipeline, others)
     with _naming_files(data):
-        reports = [pipeline.write()]
+        reports = {"": pipeline.write()}
     for name, other in others.items():
         with placed(f"eval.{name}"):
-            reports.append(other.write())
+            reports[f"eval.{name}"] = other.write()
     if not data.streaming:
         warn_of_fewer_rows("data", pipeline)
         for name, other in others.items():
@@ -513,12 +513,13 @@ def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> Pipel
     return dataclasses.replace(held_out, datasets=datasets, **missing)
 
 
-def _joined(reports: Sequence[SaveReport]) -> SaveReport:
+def _joined(reports: Mapping[str, SaveReport]) -> SaveReport:
+    """Returns one report; the ledger names datasets below the names of their reports."""
     ledger = Ledger()
-    for report in reports:
-        ledger.extend(report.ledger)
+    for name, report in reports.items():
+        ledger.extend(report.ledger, name)
     return SaveReport(
-        folders=tuple(folder for report in reports for folder in report.folders),
+        folders=tuple(folder for report in reports.values() for folder in report.folders),
         ledger=ledger,
-        pushed=tuple(pushed for report in reports for pushed in report.pushed),
+        pushed=tuple(pushed for report in reports.values() for pushed in report.pushed),
     )

@@ -165,6 +165,24 @@ def run(tmp_path: Path, held_out: dict[str, Any]) -> dict[str, Any]:
     return {"data": data | {"pack": {"seq_length": 64}}, "train": {}, "eval": {"held": held_out}}
 
 
+def test_the_ledger_tells_held_out_data_of_the_same_name_apart(tmp_path: Path) -> None:
+    values = run(tmp_path, {})
+    other = jsonl(tmp_path / "data" / "b.jsonl", [{"text": text} for text in texts(20, 9)])
+    for of, file in (("data", tmp_path / "data" / "a.jsonl"), ("eval", other)):
+        entry = values["data"] if of == "data" else values["eval"]["held"]
+        entry["datasets"] = [{"name": name, "data_files": str(file)} for name in ("one", "two")]
+        entry["mix"] = {"weights": {"one": 1, "two": 1}, "stop_strategy": "all_exhausted"}
+    ledger = prepare_data(*data_of(values)).report.ledger
+    for name, count in (("one", 300), ("eval.held.one", 20)):
+        assert ledger.find("tokenize", name, "rows").out == {"written": count}
+    for name in ("mixed", "eval.held.mixed"):
+        slots = ledger.find("pack", name, "slots")
+        assert ledger.facts[f"pack.{name}.rows"] * 64 == sum(slots.into.values())
+    assert len({(one.stage, one.dataset, one.unit) for one in ledger.entries}) == len(
+        ledger.entries
+    )
+
+
 def test_a_run_holds_out_rows_of_its_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepared = prepare_data(*data_of(run(tmp_path, {"from": "data", "fraction": 0.1, "seed": 7})))
     rows = [

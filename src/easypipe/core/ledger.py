@@ -10,7 +10,7 @@ An entry is one balance: on the left, what came `into` a step; on the right, whe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from easypipe.core.errors import LedgerError
 from easypipe.core.values import JsonObject
@@ -68,9 +68,16 @@ class Ledger:
             )
         )
 
-    def extend(self, other: Ledger) -> None:
-        self.entries += other.entries
-        self.facts |= other.facts
+    def extend(self, other: Ledger, under: str = "") -> None:
+        """Adds the entries and facts of another ledger; its datasets are named below `under`."""
+
+        def named(dataset: str) -> str:
+            return dataset if dataset.startswith(under) else f"{under}.{dataset}"
+
+        self.entries += [replace(one, dataset=named(one.dataset)) for one in other.entries]
+        for key, value in other.facts.items():
+            stage, dot, dataset = key.partition(".")
+            self.facts[f"{stage}.{named(dataset)}" if dot else key] = value
 
     def find(self, stage: str, dataset: str, unit: str) -> Entry:
         """Returns the entry of a step.
