@@ -1481,8 +1481,6 @@ FAULTS = [
           "if parts[0] == chosen and len(parts) > 2:", "if len(parts) > 2:"),
     fault("on_error of a transformed source is anything", "transforms/columns/base.py", "tests/transforms/test_columns.py -k options_that_are_refused",
           '        require_option(on_error, get_args(OnError), "on_error")\n', ""),
-    fault("what gave all of its rows is held", "sources/external/own.py", "tests/sources/test_own.py -k let_go",
-          "            _close(pulled.iterator)\n            pulled.iterator = None\n\n", "            _close(pulled.iterator)\n\n"),
     fault("what Expand calls by its name is a column", "transforms/columns/functions.py", "tests/transforms/test_columns.py -k by_name",
           'isinstance(by, str) and ":" not in by', "isinstance(by, str)"),
     fault("all of a prompt is left out before an answer that asks first", "transforms/chat/turns.py", "tests/transforms/test_trl_shapes.py -k asks_first",

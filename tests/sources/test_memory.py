@@ -145,7 +145,8 @@ def test_the_type_of_a_column_that_holds_both(
     rows = [{"x": first}, {"x": second}]
     rows = rows[::-1] if turned else rows
     if kind is REFUSED:
-        assert faults(rows)
+        assert faults(rows) == 1
+        assert columns_of(rows, "rows") in [columns_of([row], "rows") for row in rows]
         return
     found = columns_of(rows, "rows").field("x").type
     if pa.types.is_struct(kind):

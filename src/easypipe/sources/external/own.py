@@ -506,7 +506,6 @@ class _Kept:
             pulled.ended = len(taken) < BLOCK_ROWS or pulled.rows == limit
         if pulled.ended:
             _close(pulled.iterator)
-            pulled.iterator = None
 
     def _append(self, data: memoryview) -> int:
         """Writes a block, and returns where it begins in the file."""
