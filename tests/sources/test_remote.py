@@ -347,10 +347,11 @@ def test_a_server_without_ranges(
 
 
 def test_web_servers_list_nothing(web: WebServer) -> None:
-    with pytest.raises(
-        ConfigError, match=r"a web server does not list files\. Give the URL of every file"
-    ):
-        open_files(f"{web.url}/data/*.jsonl")
+    for name in ("data/*.jsonl", "data/"):
+        with pytest.raises(
+            ConfigError, match=r"a web server does not list files\. Give the URL of every file"
+        ):
+            open_files(f"{web.url}/{name}")
     web.files["/empty.jsonl"] = b""
     source = open_files(f"{web.url}/empty.jsonl")
     with pytest.raises(SourceError, match=r"empty\.jsonl: is empty"):

@@ -512,12 +512,14 @@ def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
     )
     unknown = discover(jsonl(tmp_path / "ab.jsonl", [{"a": "x", "b": "y"}]))
     with pytest.raises(
-        ConfigError, match=r"no columns among them \(have: a, b\)\. Name them: kind='text'"
+        ConfigError,
+        match=r"train: the names of its columns do not show what a row is \(have: a, b\)\. "
+        r"Name the columns: kind='text'",
     ):
         unknown.propose()
     with pytest.raises(
         ConfigError,
-        match=r"Name them: kind='prompt_completion', columns=\{'prompt': ..., 'completion': ...\}\.$",
+        match=r"Name the columns: kind='prompt_completion', columns=\{'prompt': ..., 'completion': ...\}\.$",
     ):
         unknown.propose(kind="prompt_completion")
     assert unknown.propose(kind="text", columns={"text": "a"}).fields["content_field"] == "a"
@@ -737,7 +739,8 @@ def test_what_is_merely_the_only_text_is_not_proposed_as_the_text(tmp_path: Path
     ):
         found = discover(jsonl(tmp_path / "rows.jsonl", rows))
         with pytest.raises(
-            ConfigError, match=r"train: no columns among them .*Name them: kind='text'"
+            ConfigError,
+            match=r"train: the names of its columns do not show what a row is .*Name the columns: kind='text'",
         ):
             found.propose()
         column = next(iter(rows[0]))

@@ -249,12 +249,12 @@ def propose(
         found = guess_kind(part.schema, part.rows, kind=kind, columns=columns)
     found.require_decided(part.name, typed=typed)
     if found.name == "unknown":
-        asked = "" if kind is None else f" that make {TITLES[kind]}"
+        asked = "what a row is" if kind is None else f"which make {TITLES[kind]}"
         raise ConfigError(
             at=part.name,
-            problem=f"no columns{asked} among them",
+            problem=f"the names of its columns do not show {asked}",
             have=[column.name for column in part.columns],
-            fix=f"Name them: {_wanted(kind, typed=typed)}.{_hint(part.schema)}",
+            fix=f"Name the columns: {_wanted(kind, typed=typed)}.{_hint(part.schema)}",
         )
     if found.name == "preference":
         found = _with_one_prompt(part.name, found, part.rows)
@@ -287,8 +287,10 @@ def _wanted(kind: str | None, *, typed: bool) -> str:
     parts = {name: [slot.name for slot in slots if slot.required] for name, slots in SLOTS.items()}
     named = decisions("columns", dict.fromkeys(parts[kind or "text"]), typed=typed)
     if typed:
-        others = "; ".join(", ".join(own) for name, own in parts.items() if name != "text")
-        return named if kind else f"{named}, or the parts of another kind ({others})"
+        others = "; ".join(
+            f"{', '.join(own)} ({TITLES[name]})" for name, own in parts.items() if name != "text"
+        )
+        return named if kind else f"{named}, or all parts of another kind: {others}"
     others = "" if kind else f"; kinds are {', '.join(SLOTS)}"
     return f"kind={kind or 'text'!r}, {named}{others}"
 

@@ -488,7 +488,7 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
     """Returns the one file that a URL of a web server names."""
     name, options = here.path, here.storage_options
     require(
-        not glob.has_magic(plain_name(text)),
+        not glob.has_magic(plain_name(text)) and not text.endswith("/"),
         "data_files",
         f"{name!r}: a web server does not list files",
         "Give the URL of every file.",

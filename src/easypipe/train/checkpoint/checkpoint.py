@@ -339,11 +339,11 @@ class Checkpoints(Closeable):
         return str(self.folder / str(step))
 
     def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(
-            at=self._at(step),
-            problem=f"cannot be read: {reason}",
-            fix="Move its folder away: the run continues from an earlier one, or starts again.",
-        )
+        fix = "Move its folder away: the run continues from an earlier one, or starts again."
+        earlier = [other for other in self.steps() if other < step]
+        if self._keep is None and earlier:
+            fix = f"Read the checkpoint before it: --step {earlier[-1]} (step={earlier[-1]} in Python)."
+        return DamagedCheckpoint(at=self._at(step), problem=f"cannot be read: {reason}", fix=fix)
 
 
 def _reason(error: BaseException) -> str:
