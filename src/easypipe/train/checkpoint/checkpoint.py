@@ -342,7 +342,7 @@ class Checkpoints(Closeable):
         fix = "Move its folder away: the run continues from an earlier one, or starts again."
         earlier = [other for other in self.steps() if other < step]
         if self._keep is None and earlier:
-            fix = f"Read the checkpoint before it: --step {earlier[-1]} (step={earlier[-1]} in Python)."
+            fix = f"Read the checkpoint before it: --step {earlier[-1]} (in Python step=)."
         return DamagedCheckpoint(at=self._at(step), problem=f"cannot be read: {reason}", fix=fix)
 
 
