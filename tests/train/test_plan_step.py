@@ -84,6 +84,22 @@ def test_memory_is_told_by_part(plan):
     assert plan.advice == ()
 
 
+def test_only_judged_answers_have_a_column_of_verdicts() -> None:
+    here = Topology("here", jax.devices()[:1])
+    pairs, judged = (
+        plan_step(
+            ModelConfig(**SHAPE),
+            from_dict(TrainingConfig, {"preference": {"loss": loss}}),
+            here,
+            batch_size=2,
+            seq_length=32,
+        ).memory.batch
+        for loss in ("sigmoid", "kto")
+    )
+    assert pairs == 4 * 4 * 2 * 32  # four columns of int32
+    assert judged == 5 * 4 * 2 * 32
+
+
 def test_the_copy_of_a_reference_model_is_counted() -> None:
     here = Topology("here", jax.devices()[:1])
     with_copy, without = (

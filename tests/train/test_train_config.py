@@ -98,6 +98,13 @@ def test_bad_values_are_refused_by_name(values, message):
     assert str(error.value).startswith(message)
 
 
+def test_the_loss_of_dpo_is_suggested_by_its_name_here():
+    with pytest.raises(
+        ConfigError, match=r"loss: 'dpo' is not an option .* Did you mean 'sigmoid'"
+    ):
+        PreferenceConfig(loss="dpo")
+
+
 def test_a_configuration_survives_the_trip_through_plain_values():
     config = TrainingConfig(
         output_dir="out", steps=7, mesh={"fsdp": 2, "data": -1}, resume_changes=("train.steps",)

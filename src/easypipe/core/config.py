@@ -39,7 +39,7 @@ import yaml
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from easypipe.core.errors import ConfigError, did_you_mean, place, require
-from easypipe.core.foreign_names import ours
+from easypipe.core.foreign_names import VALUES, ours
 from easypipe.core.safe_yaml import DEEPEST, read_yaml, wrong_yaml
 from easypipe.core.trust import require_trusted_storage
 from easypipe.core.values import Arguments, JsonObject, Settings
@@ -564,7 +564,8 @@ def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
         return ConfigError(at=at, problem=f"{wanted}, got a value of another type")
     if first["type"] == "literal_error" and len(same_field) == 1:
         options = re.findall(r"'([^']*)'", str((first.get("ctx") or {}).get("expected", "")))
-        fix = did_you_mean(value, options) if isinstance(value, str) else None
+        theirs = value if isinstance(value, str) else ""
+        fix = did_you_mean(VALUES.get(theirs, theirs), options) if theirs else None
         return ConfigError(at=at, problem=f"{value!r} is not an option", have=options, fix=fix)
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     section, fix = _spelled(value, _hints(cls).get(str(loc[0]))) if len(loc) == 1 else (None, None)

@@ -43,6 +43,7 @@ _OF: Mapping[str, str] = {
     "train.optimizer.epsilon": "adam_epsilon",
     "train.optimizer.final_fraction": "cosine_min_lr_ratio min_lr_ratio",
 }
+VALUES: Mapping[str, str] = {"dpo": "sigmoid"}
 OURS: Mapping[str, str] = {name: path for path, names in _OF.items() for name in names.split()}
 
 

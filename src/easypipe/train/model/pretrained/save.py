@@ -145,9 +145,11 @@ def save_pretrained(
         TrainError: Other processes hold parts of arrays.
         StorageError: The folder cannot be written.
     """
-    kind = f"{type(module).__name__} is not a Decoder"
     require(
-        isinstance(module, Decoder), "module", kind, "Other modules have no transformers class."
+        isinstance(module, Decoder),
+        "module",
+        f"{type(module).__name__} is not a Decoder, and others have no class in transformers",
+        "easypipe.CheckpointManager saves and loads them.",
     )
     require(
         max_shard_bytes >= 1,
