@@ -137,11 +137,16 @@ VERDICTS = [
     *(
         judged(
             f"verdicts that are {json.dumps(value)}",
-            f"k.jsonl, row {row}, column 'good': {value!r} is not a verdict … Give true where",
+            says,
             {**ANSWER, "good": value},
-            first={**ANSWER, "good": None if row else value},
+            first={**ANSWER, "good": value},
         )
-        for value, row in (("yes", 1), ("no", 0), (1, 0), ("true", 0))
+        for value, says in (
+            ("yes", "k.jsonl, row 0 … column 'good' is 'yes', not true or false"),
+            (1, "k.jsonl, row 0, column 'good': 1 is not a verdict … Give true where"),
+            ("true", None),
+            ("FALSE", None),
+        )
     ),
     judged("a row without a verdict", "k.jsonl, row 1", ANSWER),
     judged("a column of verdicts that is not there", "'gut'", ANSWER, desirable_field="gut"),

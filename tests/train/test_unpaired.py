@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
+from pyarrow.csv import write_csv
 
-from easypipe import RunConfig
+from easypipe import Pipeline, RunConfig
 from easypipe.cli import main
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError, EasypipeError
@@ -225,6 +227,20 @@ def test_weights_of_tokens_are_refused_as_preferences_do_not_use_them(tmp_path: 
     ]
     with pytest.raises(ConfigError, match="'loss_weights', which has no effect on preferences"):
         train(from_dict(RunConfig, values))
+
+
+def test_verdicts_may_be_texts_as_in_csv(tmp_path: Path) -> None:
+    config(tmp_path, {"loss": "kto"})
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    texts = [{**row, "label": ["false", "True", "TRUE"][row["number"] % 3]} for row in rows]
+    write_csv(pa.Table.from_pylist(texts), tmp_path / "rows.csv")
+    found = []
+    for name in ("rows.jsonl", "rows.csv"):
+        run = config(tmp_path, {"loss": "kto"}, data_files=str(tmp_path / name))
+        found.append(Pipeline(run.data).source().tokenize().pack().load().build())
+    for one, other in zip(*found, strict=True):
+        for name, values in one.items():
+            np.testing.assert_array_equal(values, other[name], name)
 
 
 def test_answers_that_are_judged_stay_whole(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ IMPORT_VERSION = 1
 # The version of documents with a loss mask. In 2, a document that ends with EOS and one more token
 # (as with chat templates) needs no other EOS.
 MASKED_VERSION = 2
+VERDICTS = {"true": True, "false": False}  # texts in any case, as in CSV, and booleans
 
 
 class TextColumn:
@@ -178,15 +179,14 @@ class PromptRows:
             require_known(column, have, at, "no such column", fix, SourceError)
             kind = source.schema.field(column).type
             if column == self.judged:
-                if not pa.types.is_boolean(kind):
+                if not (pa.types.is_boolean(kind) or is_text(kind)):  # CSV has texts alone
                     where, value = _first_value(source, column, ("true", "false"))
                     raise SourceError(
                         at=where or at,
                         problem=f"{value} is not a verdict on an answer"
                         if value is not None
                         else f"some of its values are not a verdict on an answer ({kind})",
-                        fix="Give true where it is desirable and false where it is not, without "
-                        "quotes.",
+                        fix="Give true where it is desirable and false where it is not.",
                     )
             elif column not in self.engine.verdicts and not format.accepts(kind, column):
                 wanted, fix = "text", "Name a column of text."
@@ -247,11 +247,13 @@ class PromptRows:
         cut_by = CUT_BY if self.room is not None else "trim_oldest_turns" if chat else "budgets"
         if self.judged is None:
             return texts_of(rendered, of, rejects, cut_by)
-        verdicts = batch.column(self.judged).to_pylist()
-        verdict_of = dict(zip(numbers, verdicts, strict=True))
-        unknown = Refused("no_verdict", f"column {self.judged!r} is null")
+        given = dict(zip(numbers, batch.column(self.judged).to_pylist(), strict=True))
+        verdict_of = {row: VERDICTS.get(str(one).lower()) for row, one in given.items()}
+        said = {row: "null" if one is None else repr(one)[:100] for row, one in given.items()}
         rendered = [
-            unknown if verdict_of[row] is None else one
+            Refused("no_verdict", f"column {self.judged!r} is {said[row]}, not true or false")
+            if verdict_of[row] is None
+            else one
             for row, one in zip(of, rendered, strict=True)
         ]
         texts = texts_of(rendered, of, rejects, cut_by)
