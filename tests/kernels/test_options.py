@@ -260,6 +260,16 @@ def test_under_a_mesh_the_loss_is_traced_for_its_platform_alone():
     assert "pallas_call" not in here
 
 
+def test_logits_that_are_given_have_a_kernel_except_in_float64():
+    def traced(dtype: jax.typing.DTypeLike) -> str:
+        given = jax.ShapeDtypeStruct((512, 1024), dtype), jax.ShapeDtypeStruct((512,), jnp.int32)
+        return str(jax.make_jaxpr(jax.value_and_grad(fused_cross_entropy))(*given))
+
+    assert "pallas_call" in traced(jnp.bfloat16)
+    with jax.enable_x64(True):
+        assert "pallas_call" not in traced(jnp.float64)
+
+
 def test_what_a_kernel_refuses_runs_in_xla_and_says_so(monkeypatch, caplog):
     with jax.enable_x64(True):
         assert "custom_call @tpu" not in lowered("tpu", jnp.float64)
