@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -673,7 +674,7 @@ def test_few_shot_draws_from_data_files_by_seed_and_row(tmp_path: Path) -> None:
         ),
         (
             {"format_type": "alpaca", "template": "x"},
-            "template: has no effect on format_type 'alpaca'",
+            "template: has no effect on format_type 'alpaca'. Leave it out, or write it with {column}s",
         ),
         ({"format_type": "custom"}, "template: format_type 'custom' needs one"),
         (
@@ -809,7 +810,9 @@ def test_options_of_conversations_are_refused_on_text(name: str, tmp_path: Path)
         ConfigError, match=f"{name}: has no effect on column 'n', which holds int64"
     ):
         prepared(content_field="n")
-    with pytest.raises(ConfigError, match=f"{name}: has no effect on prompts and completions"):
+    says = f"{name}: has no effect on prompts and completions. Leave it out"
+    says += ", or write it with {column}s" if name == "chat_template" else "."
+    with pytest.raises(ConfigError, match=re.escape(says)):
         prepared(prompt_field="instruction", completion_field="output")
 
 

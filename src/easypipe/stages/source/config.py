@@ -560,7 +560,10 @@ def check_text_answers(dataset: DatasetConfig) -> None:
             options[name] is None,
             name,
             "has no effect on prompts and completions",
-            "Leave it out.",
+            "Leave it out."
+            if name != "chat_template"
+            else "Leave it out, or write it with {column}s as template of a prompt of "
+            "format_type: custom.",
         )
     require(
         dataset.train_on not in ("assistant", "last_assistant"),

@@ -196,7 +196,9 @@ class PromptConfig:
                 options[name] is None,
                 name,
                 f"has no effect on format_type {kind!r}",
-                "Leave it out.",
+                "Leave it out."
+                if name != "template"
+                else "Leave it out, or write it with {column}s for format_type: custom.",
             )
         require(
             kind != "custom" or self.template is not None,
