@@ -10,12 +10,15 @@ import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -35,9 +38,10 @@ from easypipe.doctor.model import SLOTS, _packed_row, model_checks
 from easypipe.doctor.processes import process_checks
 from easypipe.loader.loader import Loader
 from easypipe.loader.placement import Placement
-from easypipe.run import RunConfig
+from easypipe.run import RunConfig, plan_on
 from easypipe.train import step
 from easypipe.train.model.decoder import Decoder
+from easypipe.train.plan.topology import Topology
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 from pipelines import config
 
@@ -87,12 +91,46 @@ def test_a_healthy_project_has_nothing(
     assert "<td>memory headroom</td>" in text
 
 
-def test_micro_batches_are_no_fault(project: Path) -> None:
-    """As the config of `easypipe init sft` has them."""
-    run = RunConfig.load("train.yaml", ["data.load.accumulation_steps=2"])
+SCHEDULE = "data.mix.weight_schedule=[{step: 2, weights: {code: 0.9, docs: 0.1}}]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "skipped"),
+    [
+        (["data.load.accumulation_steps=2"], []),  # as `easypipe init sft` writes it
+        ([SCHEDULE, "data.load.batch_size_schedule=[[1, 4]]"], []),
+        ([SCHEDULE, "data.load.batch_size=3"], ["several processes"]),
+        (["data.load.group_by_length=4", "data.pack=null"], ["rows are well formed", "masks"]),
+    ],
+)
+def test_options_of_batches_are_no_fault(
+    project: Path, changes: list[str], skipped: list[str]
+) -> None:
+    run = RunConfig.load("train.yaml", changes)
     sample = Sample(run.data, project / "sample", 200)
-    for one in examine([*data_checks(sample), *process_checks(sample)]):
-        assert one.state != "FAILED", one
+    every = [*examine([*data_checks(sample), *process_checks(sample)])]
+    assert [one for one in every if one.state == "FAILED"] == []
+    assert {one.name for one in every if one.state == "skipped"} <= {*skipped}
+
+
+def test_as_many_devices_as_rows_are_no_fault(project: Path) -> None:
+    code = (
+        "from pathlib import Path; import test_doctor as t; "
+        "print(t.of_model(Path('..'), 'accumulation equals the whole batch'))"
+    )
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "state='ok'" in done.stdout
+
+
+def test_the_largest_step_of_a_schedule_needs_memory(project: Path) -> None:
+    plans = [
+        plan_on(RunConfig.load("train.yaml", [change]), Topology("here", jax.devices()[:1]))
+        for change in ("data.load.batch_size=8", "data.load.batch_size_schedule=[[2, 8], [3, 4]]")
+    ]
+    assert plans[0].memory == plans[1].memory
 
 
 def test_a_healthy_machine_has_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

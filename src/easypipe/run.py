@@ -172,9 +172,11 @@ def refuse(
         pack = one.pack or run.data.pack
         if pack is not None and pack.enabled:
             check_row_length(pack.seq_length, given["mesh"], at=f"{at}.pack.seq_length")
-    check_batch_size(
-        load.batch_size, given["mesh"], config.accumulate_steps, at="data.load.batch_size"
-    )
+    sizes = {"batch_size": load.batch_size} | {
+        f"batch_size_schedule[{i}]": size for i, (_, size) in enumerate(load.batch_size_schedule)
+    }
+    for key, size in sizes.items():
+        check_batch_size(size, given["mesh"], config.accumulate_steps, at=f"data.load.{key}")
     loader = Shapes(
         load.batch_size, load.accumulation_steps, source_names=(*datasets_of(data.get_context()),)
     )
@@ -336,9 +338,10 @@ def inputs_of(
 def plan_on(run: RunConfig, topology: str | Topology) -> StepPlan:
     """Returns what the training step of `run` needs on devices, which may be absent.
 
-    The step is compiled for the devices, such as "v5p:4x4x4", and never run. It reads no data, and
-    the tokenizer's vocabulary only if model.vocab_size is left out. Rows are data.pack.seq_length
-    tokens long, or as long as data.tokenize.max_length allows.
+    The step is compiled for the devices, such as "v5p:4x4x4", and never run; with a
+    batch_size_schedule it is the largest one. It reads no data, and the tokenizer's vocabulary only
+    if model.vocab_size is left out. Rows are data.pack.seq_length tokens long, or as long as
+    data.tokenize.max_length allows.
 
     Raises:
         ConfigError: Neither of the two lengths is set.
@@ -360,7 +363,7 @@ def plan_on(run: RunConfig, topology: str | Topology) -> StepPlan:
         model,
         run.train,
         topology,
-        batch_size=load.batch_size,
+        batch_size=max([load.batch_size, *(size for _, size in load.batch_size_schedule)]),
         seq_length=length,
         accumulation_steps=load.accumulation_steps,
     )

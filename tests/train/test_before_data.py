@@ -66,6 +66,14 @@ REFUSED = [
         ["data.load.batch_size=6", "train.accumulate_steps=4"],
         "data.load.batch_size: 6 rows do not divide",
     ),
+    (
+        [
+            "data.load.batch_size=8",
+            "data.load.batch_size_schedule=[[2, 6]]",
+            "train.accumulate_steps=4",
+        ],
+        "data.load.batch_size_schedule[0]: 6 rows do not divide",
+    ),
     (["train.callbacks.best.metric=eval.hold.loss"], "Did you mean 'eval.held.loss'?"),
     (
         ["model.hidden_size=32"],

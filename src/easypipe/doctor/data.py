@@ -93,8 +93,10 @@ class Sample:
         return self._prepared("reference", changed)
 
     def _prepared(self, name: str, config: PipelineConfig) -> Pipeline:
+        # a weight schedule counts the rows of training steps
+        config = dataclasses.replace(looked_at(config, self.folder / name), load=self.load)
         made = chain(
-            looked_at(config, self.folder / name),
+            config,
             progress=self._progress,
             save=False,
             first_rows=self._rows,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import multiprocessing
@@ -18,6 +19,7 @@ from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import Batch
 from easypipe.doctor.check import Check, Failed, Skipped
 from easypipe.doctor.data import BATCHES, Sample, compare
+from easypipe.loader.loader import Loader
 
 PROCESSES = 2
 KILLED = 9  # the exit code of a process that dies by `die`
@@ -37,7 +39,13 @@ def several_processes(sample: Sample) -> str:
 
     They prepare into one folder; each makes the batches of its own rows.
     """
-    rows = [row for batch in sample.batches for row in _rows(batch)]
+    rows = [
+        row
+        for _, batch in zip(sample.batches, _ungrouped(sample), strict=False)
+        for row in _rows(batch)
+    ]
+    if any(size % PROCESSES for _, size in _ungrouped(sample).rows.step_sizes):
+        raise Skipped(f"weights follow steps whose rows {PROCESSES} processes cannot share evenly")
     place = sample.elsewhere("together")
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         shares = list(pool.map(share, itertools.repeat(place), range(PROCESSES)))
@@ -81,7 +89,11 @@ def a_kill_while_preparing(sample: Sample) -> str:
 def share(sample: Sample, rank: int) -> list[Batch]:
     """Returns the batches of one of PROCESSES ranks; it runs in another process."""
     _say_nothing()
-    loader = sample.loader().of_rank(rank, PROCESSES)
+    whole = _ungrouped(sample)
+    sizes = [(step, -(-size // PROCESSES)) for step, size in whole.config.batch_size_schedule]
+    size = -(-whole.batch_size // PROCESSES)
+    own = dataclasses.replace(whole.config, batch_size=size, batch_size_schedule=sizes)
+    loader = whole.copy(own).of_rank(rank, PROCESSES)
     return [
         {name: np.asarray(values) for name, values in batch.items()}
         for batch in itertools.islice(loader, BATCHES)
@@ -99,6 +111,11 @@ def die(sample: Sample) -> None:
     _say_nothing()
     storage.set_fault_hook(kill)
     sample.pipeline.prepare()
+
+
+def _ungrouped(sample: Sample) -> Loader:
+    """Returns a loader whose order of rows does not depend on the size of batches."""
+    return sample.loader(dataclasses.replace(sample.load, group_by_length=None))
 
 
 def _say_nothing() -> None:
