@@ -785,6 +785,14 @@ def test_proposals_are_tried_on_the_first_rows(tmp_path: Path) -> None:
     )
 
 
+def test_labels_of_csv_are_verdicts_if_all_are_true_or_false(tmp_path: Path) -> None:
+    for labels, judged in ((("true", "False"), "label"), (("true", "maybe"), None)):
+        rows = [f"a{i},b{i},{label}" for i, label in enumerate(labels)]
+        (tmp_path / "rows.csv").write_text("\n".join(["prompt,completion,label", *rows]))
+        fields = discover(tmp_path / "rows.csv").propose().fields
+        assert fields.get("desirable_field") == judged
+
+
 def test_the_case_of_roles_does_not_matter(tmp_path: Path) -> None:
     for keys in (("from", "value"), ("role", "content")):
         turns = [

@@ -68,7 +68,7 @@ from easypipe.stages.tokenize.token_rows import (
     equal_documents,
     sample_of,
 )
-from easypipe.transforms.chat.columns import decoded_of, is_messages, is_text, plain_of
+from easypipe.transforms.chat.columns import VERDICTS, decoded_of, is_messages, is_text, plain_of
 from easypipe.transforms.chat.render import HostileTemplateError
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.chat.turns import CUT_BY
@@ -90,7 +90,6 @@ IMPORT_VERSION = 1
 # The version of documents with a loss mask. In 2, a document that ends with EOS and one more token
 # (as with chat templates) needs no other EOS.
 MASKED_VERSION = 2
-VERDICTS = {"true": True, "false": False}  # texts in any case, as in CSV, and booleans
 
 
 class TextColumn:

@@ -13,6 +13,8 @@ from easypipe.core.schema import is_json
 from easypipe.transforms.chat.conversations import loaded, value_of
 from easypipe.transforms.chat.sandbox import Json
 
+VERDICTS = {"true": True, "false": False}  # booleans, and texts in any case, as CSV has them
+
 
 def is_messages(kind: pa.DataType) -> bool:
     """Whether a column holds lists of objects."""

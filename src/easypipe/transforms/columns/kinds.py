@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE, is_list
-from easypipe.transforms.chat.columns import is_messages, is_text, values_of
+from easypipe.transforms.chat.columns import VERDICTS, is_messages, is_text, values_of
 from easypipe.transforms.chat.conversations import CONTENT, SPEAKER, TALK, keys_of
 from easypipe.transforms.chat.sandbox import Json, Row
 
@@ -457,7 +457,8 @@ def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
     if slot == "tools":
         return text or is_list(field.type) or t.is_null(field.type)
     if slot == "label":
-        return t.is_boolean(field.type)
+        said = {str(row.get(field.name)).lower() for row in rows}
+        return t.is_boolean(field.type) or (text and bool(said) and said <= VERDICTS.keys())
     conversation = is_messages(field.type) or (text and bool(_conversations(rows, field.name)))
     if kind == "prompts" and not conversation:
         return False
