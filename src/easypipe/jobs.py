@@ -395,8 +395,9 @@ def with_hold_outs(values: Settings) -> JsonObject:
     from_dict(HoldOutConfig, options, f"eval.{name}")
     data = values.get("data") or {}
     sets = _of(data, "datasets") or ()
-    sets = list(sets) if isinstance(sets, list | tuple) else [sets]
-    if not all(isinstance(one, Mapping) or is_config(type(one)) for one in (data, *sets)):
+    if not isinstance(sets, list | tuple) or not all(
+        isinstance(one, Mapping) or is_config(type(one)) for one in (data, *sets)
+    ):
         return {**values, "eval": {}}  # validation of the data reports what is wrong
     for i, dataset in enumerate(sets):
         require(

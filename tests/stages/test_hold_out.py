@@ -165,6 +165,13 @@ def run(tmp_path: Path, held_out: dict[str, Any]) -> dict[str, Any]:
     return {"data": data | {"pack": {"seq_length": 64}}, "train": {}, "eval": {"held": held_out}}
 
 
+def test_one_dataset_in_place_of_a_list_is_refused_as_without_held_out_data(tmp_path: Path) -> None:
+    values = run(tmp_path, {"from": "data", "fraction": 0.1, "seed": 7})
+    [values["data"]["datasets"]] = values["data"]["datasets"]
+    with pytest.raises(ConfigError, match=r"^data\.datasets: wants a list"):
+        data_of(values)
+
+
 def test_the_ledger_tells_held_out_data_of_the_same_name_apart(tmp_path: Path) -> None:
     values = run(tmp_path, {})
     other = jsonl(tmp_path / "data" / "b.jsonl", [{"text": text} for text in texts(20, 9)])
