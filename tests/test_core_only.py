@@ -57,7 +57,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "save": {"output_dir": "saved"},
             "load": {"batch_size": 2},
         },
-        "model": {"hidden_size": 32, "num_layers": 1},
+        "model": {"hidden_size": 36, "num_layers": 1},
         "train": {"output_dir": "run", "steps": 2},
     }
     (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")

@@ -118,7 +118,9 @@ def test_as_many_devices_as_rows_are_no_fault(project: Path) -> None:
         "from pathlib import Path; import test_doctor as t; "
         "print(t.of_model(Path('..'), 'accumulation equals the whole batch'))"
     )
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = os.environ | devices | {"PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )

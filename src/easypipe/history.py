@@ -157,9 +157,8 @@ def loader_at(
     if all(span.differs(here) for span in spans):
         apart = " and ".join(spans[-1].differs(here))
         problem = f"the run in it read other data than this config describes: {apart} differ"
-        raise StateError(
-            at=str(folder), problem=problem, fix=f"Give its {RECORD}, or another train.output_dir."
-        )
+        fix = f"Give its {RECORD}; if the files that it read have changed since, bring them back."
+        raise StateError(at=str(folder), problem=problem, fix=fix)
     span = next(span for span in spans if span.stop is None or step < span.stop)
     try:
         loader = (own if not span.differs(here) else span.built(progress)).loader()

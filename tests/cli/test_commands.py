@@ -334,6 +334,21 @@ def test_ctrl_c_before_a_command_began_is_no_traceback(
     assert capsys.readouterr().err == "easypipe: stopped; run the same command again to continue\n"
 
 
+def test_a_stream_that_may_change_is_refused_by_the_key_of_the_run(
+    pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = yaml.safe_load(pipeline_yaml.read_text()) | {"streaming": True, "seed": 1}
+    del data["save"]
+    model = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    path, run = tmp_path / "run.yaml", {"output_dir": str(tmp_path / "run"), "steps": 1}
+    path.write_text(yaml.safe_dump({"data": data, "model": model, "train": run}))
+    assert main(["train", str(path), "--samples", "0"]) == 0
+    changes = "train.resume_changes=[train.steps,loader.plan,loader.config]"
+    more = ["--set", "train.steps=2", "--set", "data.seed=2", "--set", changes]
+    assert main(["train", str(path), *more]) == 2
+    assert "easypipe: train.resume_changes: a stream can continue only" in capsys.readouterr().err
+
+
 def test_train_and_its_refusals(
     pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,7 +130,7 @@ def test_the_shipped_configs_fine_tune(
         for entry in entries
         if entry["unit"] == "tokens"
     }
-    for dataset in (data, "held_out"):
+    for dataset in (data, "eval.held_out.held_out"):
         trained = books["loss_mask", dataset]
         assert trained["targets"] > 0
         assert trained["masked"] > 0

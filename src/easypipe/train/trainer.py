@@ -17,7 +17,7 @@ from typing import Any
 import easypipe
 from easypipe.core import locks
 from easypipe.core.config import to_dict
-from easypipe.core.errors import EasypipeError, StateError, TrainError
+from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError
 from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Arguments, Json
 from easypipe.core.visible import first_of
@@ -515,6 +515,9 @@ class _Run:
             problem = f"belongs to a run on other data: {error.problem}"
             fix = "Change that back, or give another train.output_dir."
             raise StateError(at=str(at), problem=problem, fix=fix) from error
+        except ConfigError as error:
+            error.at = "train.resume_changes"  # which a loader calls allow_changed
+            raise
 
     def _load(self, step: int) -> states.TrainState:
         """Loads the state after `step` from its checkpoint; for step 0, makes the initial state."""
