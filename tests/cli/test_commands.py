@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from easypipe import ConfigError, __version__
+from easypipe import ConfigError, Pipeline, __version__
 from easypipe.cli import main
+from easypipe.cli.train import _beginnings
 from easypipe.core.errors import LedgerError
 from easypipe.save.saved import MANIFEST
 from pipelines import mixed_file, tokenizer
@@ -332,6 +333,27 @@ def test_ctrl_c_before_a_command_began_is_no_traceback(
     monkeypatch.setitem(sys.modules, "easypipe.cli.app", Loading())
     assert main(["--version"]) == 130
     assert capsys.readouterr().err == "easypipe: stopped; run the same command again to continue\n"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.txt", "one two three four"),
+        ("a.jsonl", '{"text": "one two three four"}'),
+        ("a.csv", "text\none two three four"),
+        ("a.json", '[{"text": "one two three four"}]'),
+    ],
+)
+def test_samples_begin_as_the_only_row_does(
+    name: str, text: str, streaming: bool, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(f"{text}\n")
+    unit = {"text_unit": "file"} if name.endswith("txt") else {}
+    datasets = [{"name": "a", "data_files": str(tmp_path / name), **unit}]
+    values = {"datasets": datasets, "default_tokenizer": tokenizer(), "streaming": streaming}
+    pipeline = Pipeline({**values, "seed": 1, "cache_dir": str(tmp_path / "cache")})
+    assert _beginnings(pipeline.source().tokenize(), 3) == ["one two three"]
 
 
 def test_a_stream_that_may_change_is_refused_by_the_key_of_the_run(

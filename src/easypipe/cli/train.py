@@ -163,9 +163,11 @@ def _beginnings(data: Pipeline, count: int) -> list[str]:
 
     begin = []
     for source in data.tokenized().values():
-        if any(is_remote(shard.name) for shard in source.source.shards[:1]):
+        first = source.source.shards[0]
+        if is_remote(first.name):
             continue
-        rows = source.form.read(source.source, 0, 0, count)
+        stop = count if first.num_rows is None else min(count, first.num_rows)
+        rows = source.form.read(source.source, 0, 0, stop)
         every = [()] * len(rows.texts) if rows.spans is None else rows.spans
         for text, spans in zip(rows.texts.to_pylist(), every, strict=True):
             asked = text[: spans[0][0]] if spans else ""
