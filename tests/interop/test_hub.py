@@ -13,6 +13,7 @@ import easypipe
 from easypipe import (
     ConfigError,
     DatasetConfig,
+    MissingFileError,
     PackStageConfig,
     Pipeline,
     SaveReport,
@@ -176,6 +177,7 @@ def test_another_state_replaces_the_shards_of_the_first(tmp_path: Path, hub: Hub
 
 
 def test_several_datasets_in_one_repository(tmp_path: Path, hub: Hub) -> None:
+    save(tmp_path, "one")  # its manifest would be read in place of the folders
     pipeline = Pipeline(config(tmp_path)).source().tokenize()
     pipeline.save(
         SaveStageConfig(
@@ -185,6 +187,8 @@ def test_several_datasets_in_one_repository(tmp_path: Path, hub: Hub) -> None:
     there = hub.repos[REPO].branches["main"]
     assert {name.partition("/")[0] for name in there} == {"code", "docs", HUB_CARD}
     options = {"endpoint": hub.url, "token": TOKEN, "skip_instance_cache": True}
+    with pytest.raises(MissingFileError, match="holds several saved folders, not one"):
+        load_saved(f"hf://datasets/{REPO}", options)
     for name in ("code", "docs"):
         assert rows(load_saved(f"hf://datasets/{REPO}/{name}", options)) == rows(
             load_saved(tmp_path / "out" / name)

@@ -88,6 +88,13 @@ def table(source: object) -> pa.Table:
     return pa.Table.from_batches(batches, schema=source.schema).combine_chunks()
 
 
+def test_rows_that_become_larger_are_not_written_at_once() -> None:
+    given = pa.table({"text": ["a"] * 300 + ["b" * 20_000] * 4000})
+    found = [batch for batch, _ in sizes.batches(InMemoryShardedSource(given), 0, 4300)]
+    assert max(batch.nbytes for batch in found) < 4 * sizes.BATCH_BYTES
+    assert pa.Table.from_batches(found)["text"].to_pylist() == given["text"].to_pylist()
+
+
 @pytest.mark.parametrize(("kind", "codec"), EVERY)
 def test_packed_rows_read_back_as_they_were(tmp_path: Path, kind: str, codec: str) -> None:
     pipeline = packed(tmp_path)

@@ -72,9 +72,13 @@ def push(
     own_card = CARD not in standing or publication.mark.encode() in repo.read(CARD)
     if not own_card:
         log.info("hub: the README.md of %s was not written by easypipe, so it is kept", repo_id)
+    names = {CARD, *(file.name for file in files)}
+    stale = [n for n in standing if n not in names and re.fullmatch(publication.stale, n)]
     # The manifests are compared byte by byte, because they hold the checksums of the other files.
-    up_to_date = all(standing.get(file.name) == file.num_bytes for file in files) and all(
-        repo.read(file.name) == file.content for file in files if file.content is not None
+    up_to_date = (
+        not stale
+        and all(standing.get(file.name) == file.num_bytes for file in files)
+        and all(repo.read(file.name) == file.content for file in files if file.content is not None)
     )
     if up_to_date:
         commit = repo.head()
@@ -83,7 +87,6 @@ def push(
         event = ProgressEvent(stage="push", dataset=repo_id, done=0, total=len(files), unit="files")
         contents = {file.name: _content(file, publication) for file in files}
         contents |= {CARD: publication.card.encode()} if own_card else {}
-        stale = [n for n in standing if n not in contents and re.fullmatch(publication.stale, n)]
         progress(event)
         commit, url = repo.commit(
             [

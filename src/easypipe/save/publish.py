@@ -44,12 +44,14 @@ def publication(
         manifests.append(
             PublishedFile(name=join_below(below, MANIFEST), num_bytes=len(content), content=content)
         )
-    places = "|".join(re.escape(f"{part.folder}/") if part.folder else "" for part in parts)
+    # "" too: a folder that one dataset was pushed to would be loaded in place of several
+    places = "|".join(["", *(re.escape(f"{part.folder}/") for part in parts if part.folder)])
+    shard = r"part-[0-9a-f]{8}-\d{5}-of-\d{5}\.[a-z.]+"
     return Publication(
         files=[*shards, *manifests],
         card=card_text(parts, f"hf://datasets/{repo_id}"),
         mark=MARK,
-        stale=rf"({places})part-[0-9a-f]{{8}}-\d{{5}}-of-\d{{5}}\.[a-z.]+",
+        stale=rf"({places})({shard}|{re.escape(MANIFEST)})",
         storage_options=storage_options,
     )
 

@@ -29,6 +29,7 @@ log = logging.getLogger("easypipe")
 
 LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 16 << 20, 500 << 20
 BATCH_BYTES = 16 << 20  # bytes of one row group or record batch, before compression
+FIRST_ROWS = 256  # so many rows of a batch are read before their size is looked at
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 4096  # the most rows of a block, because their sizes are held in memory
 SAMPLES = 16  # the fewest samples of each shard
@@ -170,11 +171,27 @@ def edges_by_bytes(num_bytes: Sequence[float], rows: Sequence[int], num_shards: 
 def batches(source: ShardedSource, start: int, stop: int) -> Iterator[Scan]:
     """Yields rows `start` to `stop` of the whole source, for writing.
 
-    A batch has about BATCH_BYTES, estimated from the first rows.
+    A batch has about BATCH_BYTES, estimated from the first rows. Where later rows are much larger,
+    it has fewer rows.
     """
     step = _rows_of(BATCH_BYTES, source, start, stop)
     for _, shard, a, b in _pieces(source.shards, start, stop, step):
-        yield scan(source, shard, a, b)
+        yield from _bounded(source, shard, a, b)
+
+
+def _bounded(source: ShardedSource, shard: int, start: int, stop: int) -> Iterator[Scan]:
+    """Yields rows of a shard: together, unless they have more than twice BATCH_BYTES."""
+    held, rejects, size, at = [], [], 0, start
+    while at < stop:
+        share = min(3, 2 * BATCH_BYTES / max(1, size) - 1)  # of the rows that are held
+        end = min(stop, at + max(FIRST_ROWS, int(share * (at - start))))
+        batch, more = scan(source, shard, at, end)
+        held.append(batch)
+        rejects += more
+        size, at = size + batch.nbytes, end
+        if at == stop or size > 2 * BATCH_BYTES:
+            yield Scan(held[0] if len(held) == 1 else pa.concat_batches(held), tuple(rejects))
+            held, rejects, size, start = [], [], 0, at
 
 
 def _pieces(
