@@ -387,6 +387,21 @@ def test_a_large_row_group_is_entered_in_its_middle(
                 assert read.column(name).to_pylist() == list(range(start, stop))
 
 
+def test_a_name_with_dots_is_cut_as_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "CUT_BYTES", 512)
+    numbers = range(900)
+    pq.write_table(
+        pa.table({"a.text": numbers, "a": numbers, "b": [{"a.text": n} for n in numbers]}),
+        tmp_path / "a.parquet",
+    )
+    cuts = [
+        len(open_files(tmp_path / "a.parquet", columns=[name]).shards[0].cuts)
+        for name in ("a.text", "b", "a")
+    ]
+    assert cuts[0] == cuts[1] > 3
+    assert cuts[2] >= cuts[0]  # the library reads `a.text` with `a`
+
+
 def test_what_stays_of_a_large_row_group_is_less_than_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,9 @@ from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core import reachable, remote
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.protocols import ShardedSource
+from easypipe.discovery.discover import discover
 from easypipe.sources import files
-from easypipe.sources.hub.layout import choose_files
+from easypipe.sources.hub.layout import choose_files, layouts
 from easypipe.sources.hub.source import HuggingFaceShardedSource, parse_hub_name
 from easypipe.sources.open import open_files
 from hub_mirror import MAIN, hub_mirror, publish  # noqa: F401  (a fixture)
@@ -323,13 +324,20 @@ def test_converted_copy(hub: WebServer, caplog: pytest.LogCaptureFixture) -> Non
     copy = ("refs/convert/parquet", "refs%2Fconvert%2Fparquet")
     other = {"other/test/0000.parquet": parquet(90, 5)}
     for repo, converted in (("org/script", files), ("org/two", files | other)):
-        publish(hub, repo, {"script.py": b"code"})
+        # what scripts and `datasets` leave beside no data
+        publish(hub, repo, {"script.py": b"code", "dataset_infos.json": b"{}", "a.tar": b"-"})
         publish(hub, repo, converted, commit=OLD, revisions=copy)
     with caplog.at_level(logging.INFO, "easypipe"):
         source = HuggingFaceShardedSource("org/script", split="test")
     assert "the Hub's parquet copy" in caplog.text
     assert texts(source) == [f"row {i}" for i in range(5, 10)]
+    assert "first rows" not in caplog.text
     assert texts(HuggingFaceShardedSource("org/script")) == [f"row {i}" for i in range(5)]
+    partly = "holds only the first rows of this split (plain/partial-train)"
+    assert (
+        f"hf://datasets/org/script: the Hub's parquet copy, which is read, {partly}" in caplog.text
+    )
+    assert any(partly in note for note in discover("hf://datasets/org/script").notes)
     two = HuggingFaceShardedSource("org/two", subset="plain", split="test")
     assert texts(two) == [f"row {i}" for i in range(5, 10)]
 
@@ -456,6 +464,37 @@ def test_files_that_the_library_keeps_beside_data_are_no_data() -> None:
     kept = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
     names = ["a.jsonl", *kept, *(f"sub/{name}" for name in kept)]
     assert choose_files(names, {}, at="hub") == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("data_files", "message"),
+    [
+        (
+            "*.png",
+            "hub: its card names none of its data files (have: a.csv, b.csv). Name them: hub/",
+        ),
+        ([{"split": "train", "path": "*.png"}], "hub: its card names none of its data files"),
+        (
+            ["*.csv", {"path": "b.csv"}],
+            "hub, card: data_files is ['*.csv', {'path': 'b.csv'}]: not",
+        ),
+        (
+            [{"path": None}],
+            "not one split and its path for each entry. Name the files: hub/PATTERN",
+        ),
+        ([{"path": "a.csv"}, {"split": "train", "path": "b.csv"}], "not one split and its path"),
+        ({"train": "a.csv"}, "not one split and its path"),
+        (7, "not one split and its path"),
+        ("**.csv", "hub/**.csv: cannot be matched: Invalid pattern: '**'"),
+    ],
+)
+def test_cards_whose_files_are_not_found(data_files: object, message: str) -> None:
+    """The last of two entries for one split took the place of the first."""
+    card = {"configs": [{"config_name": "default", "data_files": data_files}]}
+    for find in (choose_files, layouts):
+        with pytest.raises(SourceError) as caught:
+            find(["a.csv", "b.csv", "c.png"], card, at="hub")
+        assert message in str(caught.value)
 
 
 def test_layouts_that_say_too_little() -> None:

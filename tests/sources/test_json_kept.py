@@ -109,8 +109,9 @@ def test_lines_that_are_none_for_any_reason_shift_no_other(tmp_path: Path) -> No
         '{"any": [3, "y"], "text": "d"}',
         '{"any": [], "text": 5}',
         '{"any": [null, 4], "text": "e"}',
+        '{"any": ["\ud800"], "text": "f"}',
     ]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", errors="surrogatepass")
     source = open_files(tmp_path / "a.jsonl", on_error="skip")
     found = source.scan(0, 0, len(lines))
     assert found.batch.column(ROW_NUMBER).to_pylist() == [0, 3, 6, 8]
@@ -123,8 +124,9 @@ def test_lines_that_are_none_for_any_reason_shift_no_other(tmp_path: Path) -> No
         (4, "unparsable"),
         (5, "not_an_object"),
         (7, "not_a_string"),
+        (9, "invalid_utf8"),
     ]
-    assert_stateless_reads(source, range(1, 9))
+    assert_stateless_reads(source, range(1, 10))
 
 
 def test_values_that_json_writes_as_text_are_kept_within_objects() -> None:
@@ -393,6 +395,12 @@ def test_a_key_that_only_late_rows_have_is_not_lost(tmp_path: Path, given: Any) 
         "first 1024",
     ):
         source.read(0, 1000, 1102)
+    for key in (7, None):  # Arrow drops the latter
+        other = open_object(given([*rows, talk({key: 1})]), name="d", version="1")
+        with pytest.raises(
+            SourceError, match=f"d, row 1100, column 'messages': has the key '{key}'"
+        ):
+            other.read(0, 1000, 1101)
     mixed = [talk({"c": 1}), talk({"c": "x"}), *rows[2:], talk({"e": 2})]
     assert texts_of(tmp_path / "json", given(mixed)) == written(mixed)
     with pytest.raises(

@@ -14,6 +14,7 @@ import json
 import logging
 import resource
 import ssl
+import struct
 import time
 import traceback
 import tracemalloc
@@ -35,6 +36,8 @@ from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
 from easypipe.core.protocols import ShardedSource, fetched
 from easypipe.sources import files as sources_files
+from easypipe.sources.external.megatron import write_megatron
+from easypipe.sources.external.token_files import TokenFilesConfig
 from easypipe.sources.formats import streams
 from easypipe.sources.formats.forward import open_forward
 from easypipe.sources.open import open_files
@@ -526,6 +529,39 @@ def test_a_new_signature_is_the_same_file(web: WebServer) -> None:
     assert one.fingerprint == two.fingerprint
     assert one.shard_identity(0) == two.shard_identity(0)
     assert open_files(f"{web.url}/data/a.parquet?version=2").fingerprint != one.fingerprint
+
+
+@pytest.mark.parametrize("query", ["", "?download=true", "?sig=ab/cd"])
+def test_a_query_hides_no_name(web: WebServer, tmp_path: Path, query: str) -> None:
+    """Neither the comma of .tsv nor the index beside a file; a signature is for one file alone."""
+    write_megatron(tmp_path / "t", [[1, 2], [3]])
+    files = {name: (tmp_path / name).read_bytes() for name in ("t.bin", "t.idx")}
+    text = b'{"column_names": ["b"], "column_encodings": ["bytes"], "column_sizes": [1]}'
+    shard = struct.pack("<3I", 1, 12 + len(text), 13 + len(text)) + text + b"x"
+    entry = {"basename": "s.mds", "bytes": 9}
+    index = {"shards": [{"samples": 1, "raw_data": entry, "zip_data": None}]}
+    files |= {
+        "a.tsv": b"a\tb\n1,0\t2\n",
+        "s.mds": shard,
+        "index.json": json.dumps(index).encode(),
+    }
+    web.files.update({f"/{name}": data for name, data in files.items()})
+    if "sig" in query:
+        web.denied = {f"/{name}": (403, {}) for name in ("t.idx", "index.json")}
+
+    def read(name: str, **options: TokenFilesConfig) -> list:
+        source = open_files(f"{web.url}/{name}{query}", **options)
+        return source.read(0, 0, source.shards[0].num_rows or 0).to_pylist()
+
+    assert read("a.tsv")[0]["a"] == "1,0"
+    if "sig" in query:
+        raw = TokenFilesConfig(dtype="uint16", document_tokens=3)
+        assert read("t.bin", token_files=raw) == [{"input_ids": [1, 2, 3]}]
+        assert len(read("s.mds")) == 1
+    else:
+        assert read("t.bin") == [{"input_ids": [1, 2]}, {"input_ids": [3]}]
+        with pytest.raises(SourceError, match=r"bytes: \d+, index.json says 9"):
+            read("s.mds")
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,18 @@ def test_the_index_is_checked(tmp_path: Path) -> None:
         open_files(path / "more.mds").shards  # noqa: B018
 
 
+def test_a_shard_names_each_column_once(tmp_path: Path) -> None:
+    """Of a column that comes twice, every row was read twice."""
+    twice = mds({"a": ("str", 1), "b": ("str", 1)}, [[b"1", b"2"]]).replace(b'"b"', b'"a"')
+    text = json.dumps({f"column_{key}": [] for key in ("names", "encodings", "sizes")})
+    behind = 12 + len(text)
+    none = struct.pack("<3I", 1, behind, behind) + text.encode()
+    for data in (twice, none):
+        (tmp_path / "a.mds").write_bytes(data)
+        with pytest.raises(SourceError, match=r"a\.mds: not an MDS shard"):
+            open_files(tmp_path / "a.mds").read(0, 0, 1)
+
+
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
 def test_members_of_one_name_are_a_row(tmp_path: Path, name: str) -> None:
     ids = [npy(np.arange(n, dtype=np.int32)) for n in range(3)]
@@ -258,17 +270,20 @@ def test_members_of_a_row_may_stand_in_any_order(tmp_path: Path) -> None:
 
 
 def test_bad_members(tmp_path: Path) -> None:
+    utf16 = "[1]".encode("utf-16-le")
     members = [("0.json", b"{}"), ("1.json", b"{"), ("2.json", b"[]"), ("3.cls", b"9" * 30)]
+    members.append(("4.json", utf16))
     path = tar(tmp_path / "a.tar", members)
     with pytest.raises(SourceError, match=r"row 1: column 'json' cannot be read"):
         open_files(path).read(0, 0, 3)
     source = open_files(path, on_error="skip")
     assert_stateless_reads(source, [1, 2])
-    scanned = source.scan(0, 0, 4)
+    scanned = source.scan(0, 0, 5)
     assert scanned.batch.column("__key__").to_pylist() == ["0", "2"]
     assert [(reject.row, reject.reason) for reject in scanned.rejects] == [
         (1, "unparsable"),
         (3, "unparsable"),
+        (4, "unparsable"),
     ]
     with pytest.raises(SourceError, match=r"two members of one name \(0.txt\)"):
         open_files(tar(tmp_path / "b.tar", [("0.txt", b""), ("0.txt", b"")])).shards  # noqa: B018
@@ -283,6 +298,24 @@ def test_an_array_of_another_type_or_shape_is_a_bad_row(tmp_path: Path) -> None:
         (1, "unparsable"),
         (2, "unparsable"),
     ]
+
+
+def test_what_is_no_array_of_numbers_is_refused_by_name(tmp_path: Path) -> None:
+    """Whether it is the first of its column, which says the type, or a later one."""
+    whole = npy(np.arange(3))
+    endless = whole.replace(b"(3,), }           ", b"(30000000000000,)}", 1)
+    assert endless != whole
+    others = [npy(np.zeros(2, kind)) for kind in (complex, ">i4", [("a", "i4")], "M8[D]")]
+    for data in (b"", b"PK\3\4 not", whole[:8] + b"\3\0(((", whole[:-1], endless, *others):
+        first = tar(tmp_path / "a.tar", [("0.txt", b"x"), ("0.npy", data)])
+        with pytest.raises(SchemaError, match=r"a.tar, column 'npy': its first array cannot be re"):
+            open_files(first).schema  # noqa: B018
+        assert open_files(first).select(["txt"]).read(0, 0, 1).to_pylist() == [{"txt": "x"}]
+        scanned = open_files(
+            tar(tmp_path / "b.tar", [("0.npy", whole), ("1.npy", data)]), on_error="skip"
+        ).scan(0, 0, 2)
+        assert scanned.batch.column("npy").to_pylist() == [[0, 1, 2]]
+        assert [(reject.row, reject.reason) for reject in scanned.rejects] == [(1, "unparsable")]
 
 
 def test_damaged_tars(tmp_path: Path) -> None:

@@ -300,6 +300,12 @@ def test_bad_token_files(tmp_path: Path) -> None:
     refused("a.npy", b"abcd", "not an .npy file: it begins with b'abcd'", separator_id=1)
     refused("a.npy", good[:-1], "147 bytes, its header says 148: truncated", separator_id=1)
     refused("a.npy", good[:20], "damaged .npy header", separator_id=1)
+    head = good[:10] + good[10:].replace(b"(10,)", b"(-1,)", 1)
+    refused("a.npy", head, "damaged .npy header: its shape is (-1,)", separator_id=1)
+    text = b"{'descr': '<u2', 'fortran_order': False, 'shape': (%d,)}" % 10**30
+    head = good[:8] + struct.pack("<H", len(text)) + text
+    refused("a.npy", head, "its header says 2000000000000000000000000000", separator_id=1)
+    refused("a.npy", good[:8] + b"\3\0(((", "its header is not a dict: ", separator_id=1)
     refused(
         "a.npy",
         good,

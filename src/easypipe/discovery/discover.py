@@ -35,7 +35,13 @@ from easypipe.sources.external.saved_datasets import (
 )
 from easypipe.sources.external.token_files import TokenFilesConfig
 from easypipe.sources.files import resolve
-from easypipe.sources.hub.layout import TRAIN, choose_files, layouts, split_word
+from easypipe.sources.hub.layout import (
+    TRAIN,
+    choose_files,
+    layouts,
+    partial_note,
+    split_word,
+)
 from easypipe.sources.hub.repo import HubRepo
 from easypipe.sources.hub.source import one_format, parse_hub_name
 from easypipe.sources.open import open_files
@@ -301,7 +307,13 @@ def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
         "Name one of these.",
         have=[f"{config}/{part}" for config, splits in every.items() for part in splits],
     )
-    return found, [f"commit {listing.commit}"]
+    partly = [
+        f"{config}/{part}: {note}"
+        for config, splits in (every if listing.converted else {}).items()
+        for part, chosen in splits.items()
+        if (note := partial_note(chosen)) is not None
+    ]
+    return found, [f"commit {listing.commit}", *partly]
 
 
 def _card_rows(card: Json, subset: str, split: str) -> int | None:

@@ -78,6 +78,16 @@ class FileRef:
     def remote(self) -> bool:
         return is_remote(self.here.path)
 
+    def beside(self, name: str) -> str | None:
+        """Returns the address of the file `name` in the same folder.
+
+        It is None if the address of this file is signed: a signature is for one file alone.
+        """
+        plain = plain_name(self.address)
+        query = self.address.removeprefix(plain)
+        same = plain_name(self.path) + query == self.path
+        return f"{plain.rpartition('/')[0]}/{name}{query}" if same else None
+
     @property
     def digest(self) -> str:
         parts: list[Any] = [self.path, self.num_bytes, self.identity]

@@ -320,8 +320,8 @@ def _lost(value: Any, kind: pa.DataType) -> str | None:
         for key, item in value.items():
             if item is None:
                 continue
-            at = kind.get_field_index(key)
-            inner = key if at < 0 else _lost(item, kind.field(at).type)
+            at = kind.get_field_index(key) if isinstance(key, str) else -1
+            inner = str(key) if at < 0 else _lost(item, kind.field(at).type)
             if inner is not None:
                 return inner
     elif isinstance(value, list | tuple) and holds_struct(kind):

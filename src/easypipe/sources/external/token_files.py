@@ -9,7 +9,8 @@ tokens .bin next to an .idx      the index says where documents are (sources/ext
 
 from __future__ import annotations
 
-import io
+import contextlib
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +26,10 @@ from easypipe.core.values import DType, Int64
 from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
 from easypipe.sources.external.megatron import MegatronIndex, open_index
 from easypipe.sources.files import DataFiles, read_range, resolve
+from easypipe.sources.formats.members import npy_header
 from easypipe.sources.formats.records import Found, Layout, Records, RecordSource
 from easypipe.sources.formats.scanners import split_tokens
-from easypipe.sources.refs import FileRef
+from easypipe.sources.refs import FileRef, plain_name
 
 NPY_MAGIC = b"\x93NUMPY"
 HEADER_BYTES = 1 << 16
@@ -241,15 +243,8 @@ def _npy_header(file: FileRef, head: bytes) -> tuple[DType, tuple[int, ...], int
     """Returns dtype, shape, and the byte at which the data begins."""
     if not head.startswith(NPY_MAGIC):
         raise file.error(f"not an .npy file: it begins with {head[:6]!r}", "Check its type.")
-    stream = io.BytesIO(head)
     try:
-        version = np.lib.format.read_magic(stream)
-        read = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0
-        )
-        shape, fortran, dtype = read(stream)
+        dtype, shape, fortran, start = npy_header(head)
     except ValueError as error:
         raise file.error(f"damaged .npy header: {error}", "Write the array again.") from None
     if dtype.kind not in "ui" or dtype.itemsize > 8 or (dtype.itemsize > 1 and dtype.str[0] == ">"):
@@ -259,19 +254,18 @@ def _npy_header(file: FileRef, head: bytes) -> tuple[DType, tuple[int, ...], int
     if len(shape) not in (1, 2) or (len(shape) == 2 and (fortran or not shape[1])):
         problem = f"an array of shape {shape}{', in Fortran order' if fortran else ''}"
         raise file.error(problem, "Write it with one or two dimensions, in C order.")
-    expected = stream.tell() + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    expected = start + math.prod(shape) * dtype.itemsize
     if file.num_bytes != expected:
         problem = f"{file.num_bytes} bytes, its header says {expected}" + (
             ": truncated" if file.num_bytes < expected else ""
         )
         raise file.error(problem, "Copy or write the file again.")
-    return dtype, shape, stream.tell()
+    return dtype, shape, start
 
 
 def _index_beside(file: FileRef) -> FileRef | None:
-    if not file.path.lower().endswith(".bin"):
-        return None
-    try:
-        return resolve(file.address[: -len(".bin")] + ".idx", file.storage_options)[0]
-    except MissingFileError:
-        return None
+    stem, dot, last = plain_name(file.path).rpartition("/")[2].rpartition(".")
+    index = file.beside(f"{stem}.idx") if dot and last.lower() == "bin" else None
+    with contextlib.suppress(MissingFileError):
+        return resolve(index, file.storage_options)[0] if index is not None else None
+    return None

@@ -28,7 +28,7 @@ from easypipe.sources.formats.records import (
 )
 from easypipe.sources.formats.scanners import split_csv
 from easypipe.sources.formats.streams import PlainBytes
-from easypipe.sources.refs import COMPRESSIONS, FileRef
+from easypipe.sources.refs import COMPRESSIONS, FileRef, plain_name
 
 HEADER_BYTES = 1 << 20  # the header must end within this many first bytes
 
@@ -179,7 +179,7 @@ def _header(
 
 
 def _delimiter(path: str) -> str:
-    stem, ending = os.path.splitext(path.lower())
+    stem, ending = os.path.splitext(plain_name(path).lower())
     return (
         "\t" if (os.path.splitext(stem)[1] if ending in COMPRESSIONS else ending) == ".tsv" else ","
     )

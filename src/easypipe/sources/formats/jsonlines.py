@@ -146,7 +146,7 @@ def _with_json(
             continue
         at += 1
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())  # bytes may hold halves of surrogate pairs
             found = [None if row.get(name) is None else json_text(row[name]) for name in names]
         # AttributeError: the line is not an object
         except (ValueError, RecursionError, AttributeError) as error:

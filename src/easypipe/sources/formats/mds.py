@@ -34,7 +34,7 @@ from easypipe.sources.formats.members import (
     spans,
     unread,
 )
-from easypipe.sources.refs import FileRef, compression_of, format_of
+from easypipe.sources.refs import FileRef, compression_of, format_of, plain_name
 
 INDEX = "index.json"
 COPY = "Copy or write the folder again."
@@ -109,6 +109,8 @@ class MdsShardedSource(FileSource):
                 (str(name), str(encoding), None if size is None else int(size))
                 for name, encoding, size in zip(*(told[key] for key in keys), strict=True)
             ]
+        if not named or len({name for name, *_ in named}) < len(named):
+            raise broken
         self._indexes.check(file, len(offsets) - 1)
         kinds: dict[str, Kind] = {}
         for name, encoding, _ in named:
@@ -194,11 +196,13 @@ class _Indexes:
 
         It is None if there is no index.
         """
-        folder = file.address.rpartition("/")[0]
+        index = None if file.local_copy else file.beside(INDEX)
+        if index is None:
+            return None
         with self._lock:
-            if folder not in self._folders:
-                self._folders[folder] = None if file.local_copy else _index(folder, file)
-            return self._folders[folder]
+            if index not in self._folders:
+                self._folders[index] = _index(index, file)
+            return self._folders[index]
 
     def check(self, file: FileRef, rows: int) -> None:
         """Raises SourceError if the size or the number of rows in the index differs."""
@@ -227,7 +231,7 @@ class _Indexes:
     def _facts(self, file: FileRef) -> Json:
         """Returns what the index says about a file; {} if there is no index."""
         index = self.of(file)
-        name = file.address.rpartition("/")[2]
+        name = plain_name(file.address).rpartition("/")[2]
         if index is not None and name not in index:
             problem = f"{INDEX} beside it does not name it"
             raise file.error(problem, COPY)
@@ -241,10 +245,10 @@ def _agree(file: FileRef, what: str, here: int | str, said: int | str | None) ->
         raise file.error(problem, COPY)
 
 
-def _index(folder: str, file: FileRef) -> dict[str, Json] | None:
+def _index(index: str, file: FileRef) -> dict[str, Json] | None:
     """Returns the entries of a folder's index by file name; None if there is no index."""
     try:
-        [found] = resolve(f"{folder}/{INDEX}", file.storage_options)
+        [found] = resolve(index, file.storage_options)
     except MissingFileError:
         return None
     entries: dict[str, Json] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +14,7 @@ import pyarrow as pa
 from easypipe.core.errors import SchemaError, place
 from easypipe.core.protocols import Reject
 from easypipe.core.schema import is_json
-from easypipe.core.values import Array, Int64
+from easypipe.core.values import Array, DType, Int64
 from easypipe.sources.base import Rows
 from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.refs import FileRef, changed
@@ -20,6 +22,7 @@ from easypipe.sources.schemas import JSON, json_array
 
 CUT_BYTES = 1 << 20  # cuts of a shard are at least this many plain bytes apart
 WINDOW_BYTES = 4 << 20  # plain bytes that are read at a time
+SELECT = "Select other columns, or write the data without it."
 
 
 Value = str | np.generic | Array
@@ -40,8 +43,9 @@ class Kind:
 
 
 def _checked_json(data: bytes) -> str:
-    json.loads(data)
-    return data.decode()
+    text = data.decode()  # given bytes, it would accept other encodings too
+    json.loads(text)
+    return text
 
 
 TEXT = Kind(pa.large_string())
@@ -49,6 +53,25 @@ BYTES = Kind(pa.large_binary())
 INTEGER = Kind(pa.int64(), lambda data: np.int64(int(data)))
 FLOAT = Kind(pa.float64(), lambda data: np.float64(float(data)))
 JSON_TEXT = Kind(JSON, _checked_json)
+
+
+def npy_header(data: bytes) -> tuple[DType, tuple[int, ...], bool, int]:
+    """Reads the header of an .npy file: dtype, shape, whether in Fortran order, and its length.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    first = version == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+    try:
+        shape, fortran, dtype = read(stream)
+    except (tokenize.TokenError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"its header is not a dict: {error}") from None
+    if min(shape, default=0) < 0:
+        raise ValueError(f"its shape is {shape}")
+    return dtype, shape, fortran, stream.tell()
 
 
 def cuts_of(ends: Int64) -> tuple[int, ...]:
@@ -127,5 +150,5 @@ def unread(file: FileRef, column: str, kind: str) -> SchemaError:
         at=place(file.path, column=column),
         problem=f"{kind} is not read"
         + (": reading it would run code of the file" if "pickle" in kind else ""),
-        fix="Select other columns, or write the data without it.",
+        fix=SELECT,
     )

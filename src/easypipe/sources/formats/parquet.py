@@ -8,6 +8,7 @@ reached, so that memory is bounded however large row groups are.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -218,8 +219,13 @@ def _group_bytes(metadata: pq.FileMetaData, group: int, columns: tuple[str, ...]
     return sum(
         c.total_uncompressed_size
         for c in chunks
-        if columns is None or c.path_in_schema.split(".")[0] in columns
+        if columns is None or _is_within(c.path_in_schema, columns)
     )
+
+
+def _is_within(path: str, columns: tuple[str, ...]) -> bool:
+    """Returns whether a chunk is of one of these columns, whose names may have dots."""
+    return any(top in columns for top in itertools.accumulate(path.split("."), "{}.{}".format))
 
 
 def _check_magic(file: FileRef) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.errors import SourceError, raising
+from easypipe.core.errors import SchemaError, place, raising
 from easypipe.core.values import Array, DType, Int64
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import RangeFile
@@ -18,9 +18,11 @@ from easypipe.sources.formats.members import (
     BYTES,
     INTEGER,
     JSON_TEXT,
+    SELECT,
     TEXT,
     Kind,
     cuts_of,
+    npy_header,
     rows_of,
     spans,
     unread,
@@ -62,13 +64,14 @@ class WebDatasetShardedSource(FileSource):
         for row, name, begin, end in members:
             if name not in places:
                 last = name.rpartition(".")[2]
+                is_read = self.columns is None or name in self.columns
                 if last in PICKLED:
-                    if self.columns is None or name in self.columns:
+                    if is_read:
                         raise unread(file, name, f"a member of pickled data ({name})")
                     continue
-                first = self._plain.fetch(file, begin, end) if last == "npy" else b""
-                places[name] = np.full((len(keys), 2), -1, np.int64)
-                kinds[name] = _array_kind(file, first) if last == "npy" else KINDS.get(last, BYTES)
+                places[name], kinds[name] = np.full((len(keys), 2), -1), KINDS.get(last, BYTES)
+                if last == "npy" and is_read:
+                    kinds[name] = _array_kind(file, name, self._plain.fetch(file, begin, end))
             if places[name][row, 0] >= 0:
                 problem = f"two members of one name ({keys[row]}.{name})"
                 raise file.error(problem, "Rename one.", row=row)
@@ -148,16 +151,28 @@ def _key_and_column(name: str) -> tuple[str, str]:
     return folder + slash + stem, extension.lower() if stem and not notes else ""
 
 
-def _array_kind(file: FileRef, first: bytes) -> Kind:
-    """Returns the kind of a column of arrays, whose dtype is that of the first array."""
-    with raising(SourceError, file.path, "its first array cannot be read", on=ValueError):
-        dtype = _array(None, first).dtype
-    return Kind(pa.large_list(pa.from_numpy_dtype(dtype)), partial(_array, dtype))
+def _array_kind(file: FileRef, name: str, first: bytes) -> Kind:
+    """Returns the kind of a column of arrays, whose dtype is that of the first array.
+
+    Raises:
+        SchemaError: The array cannot be read.
+    """
+    at, on = place(file.path, column=name), (ValueError, TypeError, pa.ArrowException)
+    with raising(SchemaError, at, "its first array cannot be read", SELECT, on):
+        array = _array(None, first)
+        kind = pa.large_list(pa.from_numpy_dtype(array.dtype))
+        pa.array([array], kind)
+    return Kind(kind, partial(_array, array.dtype))
 
 
 def _array(dtype: DType | None, data: bytes) -> Array:
     """Returns the array in an .npy file; raises ValueError if it has other dimensions or dtype."""
-    array = np.load(io.BytesIO(data), allow_pickle=False)
-    if array.ndim != 1 or dtype not in (None, array.dtype):
-        raise ValueError(f"an array of {array.ndim} dimensions, {array.dtype}")
-    return array
+    own, shape, _, start = npy_header(data)
+    if len(shape) != 1 or dtype not in (None, own):
+        raise ValueError(f"an array of {len(shape)} dimensions, {own}")
+    if own.hasobject:
+        raise ValueError("pickled objects are not read")
+    stop = start + shape[0] * own.itemsize
+    if stop > len(data):
+        raise ValueError(f"{len(data)} bytes, its header says {stop}: truncated")
+    return np.frombuffer(data[start:stop], own)

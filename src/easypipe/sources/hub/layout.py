@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from fsspec.utils import glob_translate
 
-from easypipe.core.errors import MissingFileError, require_known
+from easypipe.core.errors import MissingFileError, SourceError, raising, require_known
 from easypipe.core.values import Json
 from easypipe.sources.refs import EXTENSIONS, format_of, natural
 
@@ -22,6 +23,7 @@ KEYWORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 BOOKKEEPING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+PARTIAL = "partial-"  # in front of the name of a split of which the Hub converted a part
 SHARD = re.compile(r"(?:^|/)([\w.-]+?)-\d{4,}-of-\d{4,}[^/]*$")
 
 
@@ -49,10 +51,11 @@ def choose_files(
     Raises:
         MissingFileError: A pattern, subset or split matches no file; the error lists those that
             exist.
+        SourceError: The card lists files in a way that the Hub does not document.
     """
     data = _data_files(names, at)
     if pattern is not None:
-        chosen = _matching(data, [pattern])
+        chosen = _matching(data, [pattern], at)
         if not chosen:
             raise MissingFileError(
                 at=f"{at}/{pattern}",
@@ -62,6 +65,8 @@ def choose_files(
             )
         return chosen
     splits = _splits(data, card, subset, at, converted)
+    if not splits:
+        raise _unmatched(data, at)
     wanted = split or TRAIN
     fix = "Name one by split=."
     require_known(wanted, sorted(splits), at, f"no split {wanted!r}", fix, MissingFileError)
@@ -74,7 +79,8 @@ def layouts(
     """Returns the names of the data files of a whole dataset, by subset and split.
 
     Raises:
-        MissingFileError: There is no data file.
+        MissingFileError: There is no data file, or the card names none.
+        SourceError: As in choose_files.
     """
     data = _data_files(names, at)
     subsets = (
@@ -82,12 +88,21 @@ def layouts(
         if converted
         else list(_configs(card)) or ["default"]
     )
-    return {subset: _splits(data, card, subset, at, converted) for subset in subsets}
+    found = {subset: _splits(data, card, subset, at, converted) for subset in subsets}
+    if not any(found.values()):
+        raise _unmatched(data, at)
+    return found
+
+
+def _unmatched(data: list[str], at: str) -> MissingFileError:
+    """Returns the error for a card that names none of the data files."""
+    problem, fix = "its card names none of its data files", f"Name them: {at}/PATTERN."
+    return MissingFileError(at=at, problem=problem, have=data[:8], fix=fix)
 
 
 def _data_files(names: Sequence[str], at: str) -> list[str]:
     """Returns the data files among `names`, naturally sorted."""
-    data = sorted((name for name in names if _is_data(name)), key=natural)
+    data = sorted(filter(is_data, names), key=natural)
     if not data:
         raise MissingFileError(
             at=at,
@@ -107,9 +122,10 @@ def _splits(
 
 def _configs(card: Json) -> dict[str, Json]:
     """Returns what the card says about each subset for which it lists files."""
+    listed = card.get("configs")
     configs = {
         str(entry.get("config_name", "default")): entry
-        for entry in card.get("configs") or ()
+        for entry in (listed if isinstance(listed, list) else ())
         if isinstance(entry, Mapping)
     }
     return {
@@ -139,19 +155,35 @@ def _from_card(data: list[str], card: Json, subset: str | None, at: str) -> dict
     if not files:
         return _by_names(inside)
     prefix = f"{base}/" if base else ""
-    if isinstance(files, str) or all(isinstance(item, str) for item in files):
-        return {
-            TRAIN: _matching(
-                inside, [prefix + item for item in ([files] if isinstance(files, str) else files)]
-            )
-        }
     found: dict[str, list[str]] = {}
-    for item in files:
-        paths = item.get("path", [])
-        found[str(item.get("split", TRAIN))] = _matching(
-            inside, [prefix + path for path in ([paths] if isinstance(paths, str) else paths)]
-        )
+    for split, paths in _patterns(files, at):
+        found[split] = _matching(inside, [prefix + path for path in paths], at)
     return {name: paths for name, paths in found.items() if paths}
+
+
+def _patterns(files: Any, at: str) -> list[tuple[str, list[str]]]:
+    """Returns (split, patterns) as `data_files` of a card says; without splits all are `train`.
+
+    Raises:
+        SourceError: It is neither a pattern, nor a list of them, nor one of a split and `path`
+            each; or a split comes twice.
+    """
+    items = files if isinstance(files, list) else [files]
+    if all(isinstance(item, str) for item in items):
+        items = [{"path": items}]
+    found: list[tuple[str, list[str]]] = []
+    for item in items:
+        paths = item.get("path") if isinstance(item, Mapping) else None
+        paths = [paths] if isinstance(paths, str) else paths
+        if isinstance(paths, list) and all(isinstance(path, str) for path in paths):
+            found.append((str(item.get("split") or TRAIN), paths))
+    if len(dict(found)) < len(items):
+        raise SourceError(
+            at=f"{at}, card",
+            problem=f"data_files is {files!r:.200}: not one split and its path for each entry",
+            fix=f"Name the files: {at}/PATTERN.",
+        )
+    return found
 
 
 def _from_folders(data: list[str], subset: str | None, at: str) -> dict[str, list[str]]:
@@ -165,8 +197,15 @@ def _from_folders(data: list[str], subset: str | None, at: str) -> dict[str, lis
     for name in data:
         parts = name.split("/")
         if parts[0] == chosen and len(parts) > 2:
-            found.setdefault(parts[1].removeprefix("partial-"), []).append(name)
+            found.setdefault(parts[1].removeprefix(PARTIAL), []).append(name)
     return found
+
+
+def partial_note(names: Sequence[str]) -> str | None:
+    """Returns what to tell of files in the Hub's own layout; None if they are a whole split."""
+    folders = {"/".join(name.split("/")[:2]) for name in names if f"/{PARTIAL}" in name}
+    told = "the Hub's parquet copy, which is read, holds only the first rows of this split"
+    return f"{told} ({', '.join(sorted(folders))})" if folders else None
 
 
 def _known_subset(subset: str | None, chosen: str | None, have: Collection[str], at: str) -> str:
@@ -210,15 +249,18 @@ def _grouped(splits: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _matching(names: list[str], patterns: Sequence[str]) -> list[str]:
+def _matching(names: list[str], patterns: Sequence[str], at: str) -> list[str]:
     found: dict[str, None] = {}
     for pattern in patterns:
-        expression = re.compile(glob_translate(pattern.strip("/")))
+        fix = "Correct the pattern."
+        with raising(SourceError, f"{at}/{pattern}", "cannot be matched", fix, ValueError):
+            expression = re.compile(glob_translate(pattern.strip("/")))
         found.update(dict.fromkeys(name for name in names if expression.match(name)))
     return list(found)
 
 
-def _is_data(name: str) -> bool:
+def is_data(name: str) -> bool:
+    """Returns whether a file of a repository is one of rows."""
     parts = name.split("/")
     return (
         format_of(name) in EXTENSIONS

@@ -17,7 +17,8 @@ from easypipe.core.errors import MissingFileError, SourceError, StorageError, re
 from easypipe.core.reachable import hub_unreachable
 from easypipe.core.remote import StorageOptions
 from easypipe.core.values import Arguments, Json
-from easypipe.sources.refs import FileRef, format_of
+from easypipe.sources.hub.layout import is_data
+from easypipe.sources.refs import FileRef
 
 T = TypeVar("T")
 log = logging.getLogger("easypipe")
@@ -83,9 +84,7 @@ class HubRepo:
             SourceError: It is gated, or the Hub cannot be asked.
         """
         found = self._info(revision)
-        if revision is None and not any(
-            format_of(name) for name in found.sizes if not name.startswith((".", "README"))
-        ):
+        if revision is None and not any(map(is_data, found.sizes)):
             try:  # for a dataset that a script makes, the Hub keeps the rows as parquet
                 found = self._info(CONVERTED)._replace(card={}, converted=True)
                 log.info(

@@ -26,7 +26,7 @@ from easypipe.core.values import Arguments
 from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
 from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.formats.txt import TextUnit
-from easypipe.sources.hub.layout import choose_files
+from easypipe.sources.hub.layout import choose_files, partial_note
 from easypipe.sources.hub.repo import BY_RANGES, HubRepo
 from easypipe.sources.open import FORMATS, require_text_files
 from easypipe.sources.refs import FileRef, format_of
@@ -143,6 +143,8 @@ class HuggingFaceShardedSource(Source):
             split=self.split,
             converted=listing.converted,
         )
+        if listing.converted and (note := partial_note(names)) is not None:
+            log.warning("%s: %s", self._hub.at, note)
         self.files = tuple(self._hub.file(file, listing) for file in names)
         self.kind = one_format(self.files, self._hub)
         self._reader = FORMATS[self.kind]
