@@ -279,6 +279,15 @@ def test_forward_rows_go_back_by_beginning_again():
     assert (rows.available(45, 60), rows.available(60, 70), rows.num_rows) == (5, 0, 50)
 
 
+@pytest.mark.parametrize("num_rows", [4, 1023, 1024, 2048])
+def test_a_place_behind_the_last_row_has_no_rows_and_padding_has_the_shapes_of_one(num_rows: int):
+    data = Stream(num_rows)
+    rows = ForwardRows(data, lambda items: {"x": np.array([item["x"] for item in items])})
+    assert rows.available(num_rows + 4, num_rows + 8) == 0
+    assert rows.num_rows == num_rows == rows.available(0, num_rows + 8)
+    assert rows.batch(np.array([-1, -1]), 0)["x"].tolist() == [0, 0]
+
+
 def test_a_later_row_of_a_stream_is_reached_without_keeping_those_before_it():
     class Row(dict):
         __hash__ = object.__hash__

@@ -241,19 +241,22 @@ class ForwardRows(_Unsized):
 
     def batch(self, rows: Int64, width: int) -> Any:
         with self._lock:
-            shown = rows[rows >= 0] if rows.max() >= 0 else np.array([self._first])
+            # padding alone takes its shapes from a row that is kept, or else from the first one
+            kept = self._first if self._ahead else 0
+            shown = rows[rows >= 0] if rows.max() >= 0 else np.array([kept])
             self._seek(int(shown.min()))
             self._reach(int(shown.max()) + 1)
             items = [self._ahead[row - self._first] for row in shown.tolist()]
         return self._collated(items, rows, shown)
 
     def _seek(self, row: int) -> None:
-        """Makes `row` the first one that is kept."""
+        """Makes `row` the first one that is kept, or the end if the rows end before it."""
         if self._items is None or row < self._first:
             if (set_epoch := attribute_of(self._dataset, "set_epoch")) is not None:
                 set_epoch(self._epoch)
             self._items, self._ahead, self._first = iter(self._dataset), [], 0
         self._reach(row, keep=False)
+        row = min(row, self._first + len(self._ahead))  # the rows may have ended before it
         del self._ahead[: row - self._first]
         self._first = row
 
