@@ -358,7 +358,7 @@ def _check_held_out(at: str, entry: Settings) -> None:
         have=["data"],
     )
     require(
-        "fraction" in entry,
+        entry.get("fraction") is not None,
         f"{at}.fraction",
         "is missing",
         "Say how many of the rows: fraction: 0.01.",

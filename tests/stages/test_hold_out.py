@@ -320,6 +320,7 @@ def test_however_a_run_loads_its_held_out_rows_are_read_once_each(
 def test_refusals(tmp_path: Path) -> None:
     for held, message in (
         ({"from": "dat"}, r"eval.held.from: 'dat' names no data"),
+        ({"from": "data", "fraction": None}, r"eval.held.fraction: is missing. Say how many"),
         ({"from": "data", "fraction": 2}, r"eval.held.fraction: 2.0 is not a part"),
         ({"from": "data", "datasets": []}, r"eval.held.datasets: has no effect together with from"),
     ):

@@ -110,6 +110,13 @@ def batches(
     ]
 
 
+def test_a_missing_answer_is_named_before_options_of_conversations(tmp_path: Path) -> None:
+    fields = {"prompt_field": "prompt", "completion_field": "answer", "chat_template": MARKED}
+    message = r"column 'answer': no such column \(have: prompt, reply\)"
+    with pytest.raises(SourceError, match=message):
+        tokenized(tmp_path, [{"prompt": "a", "reply": "b"}], content_field="text", **fields)
+
+
 def test_the_words_of_the_assistant_are_the_targets(tmp_path: Path) -> None:
     rows = [{"messages": talk("the quick", "Four.", "Sure?", "Yes", system="Be brief.")}]
     ids, mask = documents(tokenized(tmp_path, rows))[0]

@@ -481,6 +481,10 @@ def test_a_description_that_is_not_whole_is_refused(alone, given, variables, mes
             {"coordinator_address": "1234"},
             "coordinator_address: '1234' has no host. Write it as \"host:port\".",
         ),
+        (
+            {"coordinator_address": "host:65536"},
+            "coordinator_address: 'host:65536' has no port. Write it as \"host:port\".",
+        ),
         ({"num_processes": 0}, "num_processes: 0 is too small. Give at least 1."),
         ({"timeout": 0}, "timeout: 0 is too small. Give at least 1."),
         ({"process_id": -1}, "process_id: -1 is not from 0 up."),

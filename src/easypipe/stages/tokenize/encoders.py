@@ -45,6 +45,7 @@ from easypipe.core.schema import (
     SEGMENT_BREAK,
     SEGMENT_IDS,
     TARGET_COLUMNS,
+    data_columns,
     holds,
     is_json,
     row_numbers,
@@ -171,11 +172,13 @@ class PromptRows:
 
     def require(self, source: ShardedSource, dataset: str) -> None:
         """Raises SourceError if a column is missing or has a type that the format rejects."""
-        have, format = source.schema.names, self.engine.format
+        format = self.engine.format
         for column in self.columns:
             at = place(f"dataset {dataset!r}", column=column)
             fix = "Name the column that holds it."
-            require_known(column, have, at, "no such column", fix, SourceError)
+            if column not in source.schema.names:
+                have = data_columns(source.schema)
+                require_known(column, have, at, "no such column", fix, SourceError)
             kind = source.schema.field(column).type
             if column == self.judged:
                 if not (pa.types.is_boolean(kind) or is_text(kind)):  # CSV has texts alone
@@ -379,7 +382,8 @@ def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
     if is_messages(column) or is_json(column) or alone:
         train_on = dataset.train_on or "completion"
         return _chat_of(dataset, **columns, train_on=train_on)
-    check_text_answers(dataset)
+    if answer in source.schema.names:  # a missing column is refused by its name
+        check_text_answers(dataset)
     if prompt is None:
         return PromptConfig(format_type="text", **columns)
     return PromptConfig(format_type="prompt_completion", train_on=dataset.train_on, **columns)

@@ -156,9 +156,9 @@ class DistributedConfig:
         address = self.coordinator_address
         host, _, port = (address or "").rpartition(":")
         require(
-            address is None or (host and port.isdecimal()),
+            address is None or (host and port.isdecimal() and 0 < int(port) < 1 << 16),
             "coordinator_address",
-            f"{address!r} has no {'host' if port.isdecimal() else 'port'}",
+            f"{address!r} has no {'host' if port.isdecimal() and not host else 'port'}",
             'Write it as "host:port".',
         )
         check_at_least(self, 1, "num_processes", "timeout", "heartbeat")
