@@ -160,6 +160,27 @@ def test_checkpoints_that_were_found_later_are_kept_too(tmp_path: Path) -> None:
     assert len(plan.checkpoints()) > 1
 
 
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+@pytest.mark.parametrize("strategy", ["first_fit", "greedy", "stream"])
+def test_small_datasets_that_restart_repeat_nothing_before_all_was_seen(
+    tmp_path: Path, strategy: str, unit: str
+) -> None:
+    """Rows of several passes were permuted together: some documents came often, others never."""
+    few = {"text": "a b c d e f g h i j k l m n o p"}
+    datasets = [
+        DatasetConfig(name=name, data_files=[few] * count)
+        for name, count in (("few", 100), ("many", 260))
+    ]
+    source = Pipeline(config(tmp_path, datasets=datasets)).source().tokenize()
+    mixed = source.mix({"weights": {"few": 1, "many": 2}, "unit": unit})
+    plan = mixed.pack(PackStageConfig(seq_length=32, strategy=strategy)).get_data()["mixed"].plan()
+    first = plan.window_at(0)
+    seen = [np.bincount(first.doc[first.dataset == i], minlength=n) for i, n in ((0, 100), (1, 260))]
+    assert abs(first.doc.size - 300) <= 2  # one more under "stream"
+    assert (seen[0] != 1).sum() <= 2
+    assert seen[1].max() == 1
+
+
 @pytest.mark.parametrize("oversize", ["split", "error"])
 def test_the_first_batch_needs_one_window_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oversize: str

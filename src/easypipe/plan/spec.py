@@ -22,6 +22,7 @@ PLAN_VERSION = 1  # raise it with every change that moves a document to another 
 WINDOW_TOKENS = 16 << 20
 WINDOW_ROWS = 4096
 MAX_WINDOW_DOCS = 65_536
+LEAST_ROWS = 64  # of windows that end with a pass
 
 LONGEST_WORD = 40  # characters of JSON
 
@@ -167,6 +168,30 @@ def window_docs(
         for w, d in zip(weights, datasets, strict=True)
     ) // sum(weights)
     return max(1, min(MAX_WINDOW_DOCS, -(-(tokens << 32) // max(1, mean))))
+
+
+def pass_docs(
+    datasets: Sequence[PlanDataset], weights: Sequence[int], seq_length: int, unit: Unit
+) -> int:
+    """Returns about how many documents a mixture draws in a pass over the dataset that ends first.
+
+    They are those of as many passes as fill LEAST_ROWS rows. A dataset that restarts within a
+    window repeats documents there, before rows that were permuted have shown the others.
+    """
+    draws = [  # how often each dataset is drawn, in parts of their sum
+        w if unit == "rows" else w * (d.num_docs << 32) // max(1, d.total_tokens)
+        for w, d in zip(weights, datasets, strict=True)
+    ]
+    one = min(
+        max(1, d.num_docs * sum(draws) // part)
+        for part, d in zip(draws, datasets, strict=True)
+        if part
+    )
+    tokens = sum(
+        part * d.total_tokens // max(1, d.num_docs) for part, d in zip(draws, datasets, strict=True)
+    )
+    mean = max(1, min(seq_length, tokens // sum(draws)))  # that of a draw
+    return one * -(-LEAST_ROWS * seq_length // (mean * one))
 
 
 def check(datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:

@@ -41,6 +41,7 @@ from easypipe.loader.rows.documents import gather_documents
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.pack import PackSpec
+from easypipe.plan.spec import pass_docs
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
 from easypipe.stages.mix.schedule import batch_sizes_of
 from easypipe.stages.tokenize.documents import Documents, aligned_of, token_info
@@ -264,11 +265,15 @@ class Mixture:
         """Makes a plan, with the checkpoints that an earlier process committed."""
         datasets = [self._dataset(i, name, eos) for i, name in enumerate(self.parts)]
         length = None if pack is None else pack.seq_length
+        sizes = [window_docs(datasets, one, length) for one in self.spec.all_weights]
+        if length is not None and not self.spec.has_epochs:
+            unit = self.spec.unit
+            sizes += [pass_docs(datasets, one, length, unit) for one in self.spec.all_weights]
         spec = dataclasses.replace(
             self.spec,
             num_epochs=num_epochs,
             pack=pack,
-            window_docs=min(window_docs(datasets, one, length) for one in self.spec.all_weights),
+            window_docs=min(sizes),
             schedule=self.steps,
         )
         plan = Plan(datasets, spec)

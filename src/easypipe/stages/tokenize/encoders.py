@@ -172,14 +172,13 @@ class PromptRows:
 
     def require(self, source: ShardedSource, dataset: str) -> None:
         """Raises SourceError if a column is missing or has a type that the format rejects."""
-        format = self.engine.format
+        format, schema = self.engine.format, source.schema
         for column in self.columns:
             at = place(f"dataset {dataset!r}", column=column)
-            fix = "Name the column that holds it."
-            if column not in source.schema.names:
-                have = data_columns(source.schema)
-                require_known(column, have, at, "no such column", fix, SourceError)
-            kind = source.schema.field(column).type
+            if column not in schema.names:
+                fix = "Name the column that holds it."
+                require_known(column, data_columns(schema), at, "no such column", fix, SourceError)
+            kind = schema.field(column).type
             if column == self.judged:
                 if not (pa.types.is_boolean(kind) or is_text(kind)):  # CSV has texts alone
                     where, value = _first_value(source, column, ("true", "false"))
@@ -366,9 +365,8 @@ def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
     It raises ConfigError for options of conversations if the columns hold text.
     """
     prompt, answer = dataset.prompt_field, dataset.completion_field
-    column = pa.null()
-    if answer in source.schema.names:
-        column = source.schema.field(answer).type
+    there = answer in source.schema.names
+    column = source.schema.field(answer).type if there else pa.null()
     columns: Arguments = {
         "rejected_column": dataset.rejected_field,
         "desirable_column": dataset.desirable_field,
@@ -380,9 +378,8 @@ def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
         columns |= {"input_columns": (answer,)}
     alone = prompt is not None and pa.types.is_struct(column)  # a single message
     if is_messages(column) or is_json(column) or alone:
-        train_on = dataset.train_on or "completion"
-        return _chat_of(dataset, **columns, train_on=train_on)
-    if answer in source.schema.names:  # a missing column is refused by its name
+        return _chat_of(dataset, **columns, train_on=dataset.train_on or "completion")
+    if there:  # a missing column is refused by its name
         check_text_answers(dataset)
     if prompt is None:
         return PromptConfig(format_type="text", **columns)
