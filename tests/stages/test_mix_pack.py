@@ -175,7 +175,9 @@ def test_small_datasets_that_restart_repeat_nothing_before_all_was_seen(
     mixed = source.mix({"weights": {"few": 1, "many": 2}, "unit": unit})
     plan = mixed.pack(PackStageConfig(seq_length=32, strategy=strategy)).get_data()["mixed"].plan()
     first = plan.window_at(0)
-    seen = [np.bincount(first.doc[first.dataset == i], minlength=n) for i, n in ((0, 100), (1, 260))]
+    seen = [
+        np.bincount(first.doc[first.dataset == i], minlength=n) for i, n in ((0, 100), (1, 260))
+    ]
     assert abs(first.doc.size - 300) <= 2  # one more under "stream"
     assert (seen[0] != 1).sum() <= 2
     assert seen[1].max() == 1
