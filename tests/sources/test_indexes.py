@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -324,3 +325,19 @@ def test_the_index_of_a_small_file_waits_for_no_disk(
         assert open_files(path, index_dir=tmp_path / "indexes").shards[0].num_rows == count
         assert any(one.name.endswith(".index.json") for one in synced) is waits
     assert len([*tmp_path.glob("indexes/*.index.json")]) == 2
+
+
+def test_text_that_packs_well_is_not_unpacked_at_once(tmp_path: Path) -> None:
+    """Of 16 KB, zstd made 400 MB in one piece, which was copied again for every MB of it."""
+    packer = zstandard.ZstdCompressor().compressobj()
+    with (tmp_path / "a.txt.zst").open("wb") as out:
+        for _ in range(400):
+            out.write(packer.compress(b"x" * 999_999 + b"\n"))
+        out.write(packer.flush())
+    source = open_files(tmp_path / "a.txt.zst")
+    tracemalloc.start()
+    try:
+        assert source.shards[0].num_rows == 400
+        assert tracemalloc.get_traced_memory()[1] < 380 << 20
+    finally:
+        tracemalloc.stop()

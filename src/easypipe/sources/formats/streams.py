@@ -28,6 +28,8 @@ from easypipe.sources.refs import FileRef, compression_of, reading
 log = logging.getLogger("easypipe")
 
 INPUT_BYTES = 1 << 17  # compressed bytes taken at a time
+# of zstd, for whose output the library takes no limit: 4 bytes may become 128 KiB
+ZST_INPUT_BYTES = 1 << 11
 OUTPUT_BYTES = 1 << 20  # decompressed bytes returned at a time
 BLOCK_BYTES = 1 << 20  # plain bytes of a compressed or remote file that are kept together
 KEPT_BLOCKS = 128  # how many blocks of all such files of a source are kept
@@ -270,7 +272,8 @@ class _Unpacking:
         self._input = open_binary(self.file)
         self._input.seek(restart.packed)
         self._plain, self._packed = restart  # plain offset of the next byte, packed of self._rest
-        self._rest, self._ready = self._input.read(0 if restart.packed else 16), b""
+        self._rest = self._input.read(0 if restart.packed else 16)
+        self._ready = memoryview(b"")  # plain bytes that come next
         if not restart.packed:
             check_compression(self.file, self._rest)
         self._engine = None
@@ -292,13 +295,12 @@ class _Unpacking:
 
     def _take(self, count: int) -> bytes:
         """Returns the next `count` plain bytes, fewer at the end."""
-        pieces, have = [self._ready], len(self._ready)
-        while have < count and (piece := self._read()):
-            pieces.append(piece)
-            have += len(piece)
-        data = b"".join(pieces)
-        self._ready = data[count:]
-        return data[:count]
+        pieces = list[memoryview]()
+        while count and (piece := self._ready or memoryview(self._read())):
+            pieces.append(piece[:count])
+            self._ready = piece[count:]
+            count -= len(pieces[-1])
+        return b"".join(pieces)
 
     def _read(self) -> bytes:
         """Returns some plain bytes; b"" only at the end.
@@ -309,7 +311,9 @@ class _Unpacking:
         while True:
             if not self._rest and not self._held():
                 with reading(self.file):
-                    self._rest = self._input.read(INPUT_BYTES)
+                    self._rest = self._input.read(
+                        ZST_INPUT_BYTES if self._kind == "zst" else INPUT_BYTES
+                    )
                 if not self._rest:
                     if self._engine is not None:
                         raise self.file.error(
