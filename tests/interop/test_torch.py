@@ -143,6 +143,22 @@ def test_law_exact_resume_of_a_worker(stop: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_state_is_refused_in_a_process_whose_workers_read(num_workers: int):
+    """It was that before the first batch: all batches came again."""
+    data = TorchBatches(loader(num_workers=0))
+    batches = iter(DataLoader(data, batch_size=None, num_workers=num_workers, timeout=60))
+    read = [next(batches)["labels"].tolist() for _ in range(3)]
+    with pytest.raises(StateError, match="workers read the batches, and this process does not"):
+        data.state_dict()
+    del batches
+    data.set_epoch(0)
+    start = data.state_dict()
+    data.load_state_dict(start)
+    assert [batch["labels"].tolist() for batch, _ in zip(data, read, strict=False)] == read
+    assert data.state_dict() != start  # this process read them itself
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_state_loaded_beside_the_workers_is_refused(num_workers: int):
     data = TorchBatches(loader(num_workers=0))
     data.load_state_dict(TorchBatches(loader()).state_dict())

@@ -337,8 +337,16 @@ def test_jsonl_line_that_does_not_parse(tmp_path: Path) -> None:
         ("[1, 2]", "not_an_object", "expected an object, found an array"),
         ("5", "not_an_object", "expected an object, found a number"),
         ("null", "not_an_object", "expected an object, found null"),
-        ('{"text": 5}', "not_a_string", "column 'text': expected a string, found a number"),
-        ('{"text": ["a"]}', "not_a_string", "column 'text': expected a string, found an array"),
+        (
+            '{"text": 5}',
+            "not_a_string",
+            "column 'text': expected a string as in other rows, found a number",
+        ),
+        (
+            '{"text": ["a"]}',
+            "not_a_string",
+            "column 'text': expected a string as in other rows, found an array",
+        ),
         ('{"text": "a"} {"text": "b"}', "unparsable", "not JSON: Extra data at character 15"),
         ('{"text": "a"}{"text": "b"}', "unparsable", "not JSON: Extra data at character 14"),
         (

@@ -58,6 +58,8 @@ class TorchBatches(data.IterableDataset):
         self._yielded = 0  # batches before the next one of this process, if there are workers
         self._within = False  # whether this worker is in a pass
         self._restored_by: int | None = None  # the process that loaded a state
+        # the process whose workers read last, which they tell it through memory that they share
+        self._read_for = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[Tensors]:
         worker, workers = torch_worker()
@@ -69,6 +71,10 @@ class TorchBatches(data.IterableDataset):
             "Set num_workers=0, or use torchdata's StatefulDataLoader, whose workers load "
             "their own.",
         )
+        if data.get_worker_info() is not None:
+            self._read_for[0] = os.getppid()
+        else:
+            self._forget_workers()
         if workers == 1:
             for batch in self._loader:
                 yield _tensors(batch)
@@ -84,6 +90,10 @@ class TorchBatches(data.IterableDataset):
             yield batch
             step += workers
         self._end()
+
+    def _forget_workers(self) -> None:
+        if self._read_for.item() == os.getpid():
+            self._read_for[0] = 0
 
     def _end(self) -> None:
         self._yielded, self._within = 0, False
@@ -104,6 +114,7 @@ class TorchBatches(data.IterableDataset):
                 problem="this loader begins at its first batch every time",
                 fix="Give an EpochLoader.",
             )
+        self._forget_workers()
         self._loader.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -115,7 +126,17 @@ class TorchBatches(data.IterableDataset):
         return len(self._loader)
 
     def state_dict(self) -> Json:
-        """Returns the state after the last batch yielded by this process, as JSON."""
+        """Returns the state after the last batch yielded by this process, as JSON.
+
+        Raises:
+            StateError: Workers of this process read the batches, and it does not know how far.
+        """
+        if data.get_worker_info() is None and self._read_for.item() == os.getpid():
+            raise StateError(
+                at="state_dict",
+                problem="workers read the batches, and this process does not know how far they are",
+                fix="Set num_workers=0, or use torchdata's StatefulDataLoader, which asks them.",
+            )
         if torch_worker()[1] == 1:
             return {STATE_KEY: self._loader.state().to_json()}
         return {STATE_KEY: self._by_number(torch_worker()[1]).state_at(self._yielded).to_json()}
@@ -132,6 +153,7 @@ class TorchBatches(data.IterableDataset):
                 problem=f"not a state of an easypipe loader: it has {sorted(state_dict)}",
                 fix="Give state_dict().",
             )
+        self._forget_workers()
         self._loader.restore(state_dict[STATE_KEY])
         self._yielded, self._restored_by = self._loader.state().batch, os.getpid()
         self._within = False

@@ -260,6 +260,7 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
     if field := misfit(value, fields):
         wanted, found = _kind_name(field.type), KIND_NAMES[type(value[field.name])]
         reason = "not_a_string" if wanted == "a string" else "wrong_type"
+        wanted += " as in other rows" if reason == "not_a_string" else ""
         return reject(reason, f"column {field.name!r}: expected {wanted}, found {found}")
     if error is None:
         return reject("unparsable", "nested too deeply")
