@@ -35,6 +35,7 @@ from easypipe.save.saved import SavedManifest, SavedShard
 from easypipe.save.write_folder import SavedFolder
 from easypipe.stages.save import SaveReport
 from easypipe.train.events import TrainEvent
+from easypipe.train.record import write_kept
 from pipelines import jsonl, texts, tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -318,6 +319,11 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["runs", str(tmp_path)]) == 0
     assert "finished" in capsys.readouterr().out
     assert main(["runs", str(tmp_path / "runs/done/checkpoints")]) == 2
+    (tmp_path / "runs/done/run.yaml").write_text("train: {}\n")  # its data has ten steps
+    write_kept(tmp_path / "runs/done/fingerprints.json", {"train": None, "eval": {}, "steps": 10})
+    assert main(["runs", str(tmp_path / "runs/done"), "--json"]) == 0
+    [one] = json.loads(capsys.readouterr().out)
+    assert (one["state"], one["steps"]) == ("finished", 10)
     (tmp_path / "run.yaml").write_text("train: {steps: 10}\n")  # the config of the project
     assert main(["runs", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 4

@@ -26,7 +26,7 @@ class Run:
         state: "training", "finished" or "stopped"; "not training" if the number of steps is not
             known; or why the run cannot be read.
         step: The last step that is logged or has a checkpoint.
-        steps: The number of steps in its config; None: as many as its data has.
+        steps: The number of its steps; None: as many as its data has, which was not counted.
         loss: The last loss.
         held_out: The last loss of each evaluation.
     """

@@ -19,7 +19,10 @@ from typing import Annotated, Any
 
 import pydantic
 import yaml
-from typing_extensions import TypedDict  # pydantic does not accept another one before Python 3.12
+from typing_extensions import (  # pydantic does not accept another one before Python 3.12
+    NotRequired,
+    TypedDict,
+)
 
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, parse_checked
@@ -41,7 +44,8 @@ VERSIONS = "versions.json"
 # What was allowed to differ when the run was resumed, one entry for each step at which it differed.
 CHANGES = "changes.json"
 RESTARTS = "restarts.json"  # when and at which step the run was resumed
-FINGERPRINTS = "fingerprints.json"  # digests of the data of training and of each evaluation
+# digests of the data of training and of each evaluation, and how many steps the run has
+FINGERPRINTS = "fingerprints.json"
 BEST = "best.json"  # the checkpoints that did best on held-out data, the best first
 
 # Keys of objects that earlier versions wrote without a checksum. What they wrote as a list is now
@@ -141,10 +145,13 @@ def _known(path: Path) -> list[JsonObject]:
         return []
 
 
-def write_fingerprints(folder: Path, train: BatchLoader, evals: Mapping[str, BatchLoader]) -> None:
+def write_fingerprints(
+    folder: Path, train: BatchLoader, evals: Mapping[str, BatchLoader], steps: int | None
+) -> None:
     """Writes fingerprints.json: digests of each loader's data, null if its state has none."""
     of_evals = {name: fingerprint(loader) for name, loader in evals.items()}
-    write_kept(folder / FINGERPRINTS, {"train": fingerprint(train), "eval": of_evals})
+    kept = {"train": fingerprint(train), "eval": of_evals, "steps": steps}
+    write_kept(folder / FINGERPRINTS, kept)
 
 
 def write_changes(
@@ -240,13 +247,19 @@ def recorded_datasets(output_dir: str | Path) -> list[str]:
 
 
 def recorded_steps(output_dir: str | Path) -> int | None:
-    """Returns the train.steps of the run in `output_dir`.
+    """Returns how many steps the run in `output_dir` has, from its config or its data.
 
-    It is None without a run, or if the data decides.
+    It is None without a run, or if the data decides and was not counted.
+
+    Raises:
+        StateError: A file of the run is damaged.
     """
-    train = (_recorded(output_dir) or {}).get("train")
+    folder = Path(os.path.expanduser(output_dir))
+    train = (_recorded(folder) or {}).get("train")
     steps = train.get("steps") if isinstance(train, dict) else None
-    return steps if isinstance(steps, int) else None
+    if isinstance(steps, int):
+        return steps
+    return (read_kept(folder / FINGERPRINTS) or {}).get("steps")
 
 
 def _recorded(output_dir: str | Path) -> Settings | None:
@@ -313,6 +326,7 @@ class _Fingerprints(TypedDict):
 
     train: Json | None
     eval: Mapping[str, Json | None]
+    steps: NotRequired[int | None]  # earlier versions wrote none
 
 
 class _Restart(TypedDict):

@@ -545,7 +545,7 @@ class _Run:
         of_data = now.changes if isinstance(now, KnowingState) else ()
         write_changes(folder, self.step, self.change, of_data)
         evals = {one.name: one.loader for one in trainer.evals}
-        write_fingerprints(folder, trainer.train, evals)
+        write_fingerprints(folder, trainer.train, evals, trainer.steps)
 
 
 def _states_of(callbacks: Sequence[StatefulListener]) -> list[Json]:
