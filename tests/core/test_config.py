@@ -285,5 +285,7 @@ def test_overrides() -> None:
     assert values["train"] is None
     with pytest.raises(ConfigError, match=r"data\.datasets\.1: no item '1' \(have: 0\)"):
         apply_overrides(values, ["data.datasets.1.name=b"])
+    as_in_errors = apply_overrides(values, ["data.datasets[0].name=b"])
+    assert as_in_errors == apply_overrides(values, ["data.datasets.0.name=b"])
     with pytest.raises(ConfigError, match="not of the form"):
         apply_overrides(values, ["data"])

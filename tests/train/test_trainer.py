@@ -380,7 +380,7 @@ def test_what_cannot_run_is_refused_before_anything_is_made(tmp_path):
             {"train": Arithmetic(5)},
             ConfigError,
             "train.steps: 12 steps, but the loader ends after 5 batches. Give at most 5, or a loader "
-            "that never ends (data.load.num_epochs: null).",
+            "that never ends (data.load.num_epochs: null; without mix.max_epochs).",
         ),
         (
             {"evals": {"held": Arithmetic()}},

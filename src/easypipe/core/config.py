@@ -428,7 +428,8 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
 
     Args:
         values: The options.
-        overrides: Texts; items of lists are named by number, values are read as YAML.
+        overrides: Texts; items of lists are named by number, as in `datasets.0` or, as in errors,
+            `datasets[0]`; values are read as YAML.
 
     Raises:
         ConfigError: A path or a value cannot be understood.
@@ -441,6 +442,7 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
             problem = f"{override!a} is not valid UTF-8"
             raise ConfigError(at="--set", problem=problem, fix="Write it in UTF-8.") from None
         path, equals, text = override.partition("=")
+        path = re.sub(r"\[([0-9]+)\]", r".\1", path)
         require(
             equals and all(path.split(".")) and path.count(".") < DEEPEST,
             override[:200],

@@ -186,7 +186,8 @@ def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
         config.steps is None or batches is None or config.steps <= batches,
         "train.steps",
         f"{config.steps} steps, but the loader ends after {batches} batches",
-        f"Give at most {batches}, or a loader that never ends (data.load.num_epochs: null).",
+        f"Give at most {batches}, or a loader that never ends (data.load.num_epochs: null; "
+        "without mix.max_epochs).",
     )
     steps = batches if config.steps is None else config.steps
     assert steps is not None

@@ -15,14 +15,11 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import pydantic
 import yaml
-from typing_extensions import (  # pydantic does not accept another one before Python 3.12
-    NotRequired,
-    TypedDict,
-)
+from typing_extensions import TypedDict  # pydantic does not accept another one before Python 3.12
 
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, parse_checked

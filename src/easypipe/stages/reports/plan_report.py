@@ -413,7 +413,7 @@ class _Run:
         if self.asked is not None and self.available is not None and self.asked > self.available:
             yield (
                 f"{self.asked:,} steps are asked for, the data ends after {self.available:,}: "
-                "raise load.num_epochs, or set it to null"
+                "raise load.num_epochs, or set it to null (and raise mix.max_epochs, if it is set)"
             )
         if self.left_over and self.steps == self.available:
             yield (
