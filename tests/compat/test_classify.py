@@ -546,6 +546,22 @@ def test_names_of_held_out_rows_are_not_those_of_numbers(tmp_path: Path) -> None
     classify.inputs_of(config(tmp_path, data | {"classes": ["ant", "bee"]}))
 
 
+def test_held_out_rows_may_number_the_same_names_in_another_order() -> None:
+    datasets = pytest.importorskip("datasets")
+    images = [np.zeros((4, 4), np.uint8).tolist()] * 2
+    train, held_out = (
+        datasets.Dataset.from_dict({"image": images, "label": [0, 1]}).cast_column(
+            "label", datasets.ClassLabel(names=names)
+        )
+        for names in (["cat", "dog"], ["dog", "cat"])
+    )
+    data = ImagesConfig(data_files=train, val_files=held_out)
+    names = Images(data, "data_files").names
+    assert names == ["cat", "dog"]
+    assert Images(data, "data_files").rows(names).labels.tolist() == [0, 1]
+    assert Images(data, "val_files").rows(names).labels.tolist() == [1, 0]
+
+
 def test_a_bad_image_names_its_row(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"image": [b"no image"] * 4 + [None], "label": [0, 1] * 2 + [1]}),

@@ -229,6 +229,16 @@ def test_masked_lm_hides_nothing_that_is_not_attended_to():
     assert (batch["labels"][:, :15] != -100).any(axis=0).all()
 
 
+def test_masked_lm_hides_no_token_that_is_no_target():
+    made = create_masked_lm_collate(mask_token_id=3, vocab_size=30, probability=0.9)
+    for name, no in (("loss_mask", 0), ("labels", -100)):
+        row = {"input_ids": [*range(5, 25)], name: [*[no] * 15, *[1] * 5]}
+        row[name][15:] = [1] * 5 if name == "loss_mask" else row["input_ids"][15:]
+        labels = made([row] * 20, keys=range(20))["labels"]
+        assert (labels[:, :15] == -100).all()
+        assert (labels[:, 15:] != -100).any(axis=0).all()
+
+
 def test_masked_lm_depends_on_the_row_and_its_key_alone():
     rows = [{"input_ids": list(range(5, 25))}, {"input_ids": list(range(9, 20))}]
     collate = create_masked_lm_collate(mask_token_id=3, vocab_size=30)

@@ -325,6 +325,8 @@ def test_what_is_no_dataset_is_refused(engine: PromptEngine) -> None:
     for kind in (PreprocessedDataset, StreamingPreprocessedDataset):
         with pytest.raises(ConfigError, match="prompt_engine: str does not encode rows"):
             kind(Stream(ROWS), "an engine")
+        with pytest.raises(ConfigError, match=r"hf_(dataset|iterable): dict .*one of its splits"):
+            kind({"train": ROWS}, engine)
     for options, message in (
         ({"buffer_size": -1}, "buffer_size: -1"),
         ({"rank": 1}, "there is no rank 1 of 1"),

@@ -498,6 +498,8 @@ def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
             r"train_data: dict holds columns or splits by name.*have: train",
         ),
         ({"train_data": WIKI}, "tokenizer: the rows are text, but no tokenizer is given"),
+        ({"tokenizer": "x"}, "tokenizer: has no effect: the collator 'vision' does not take it"),
+        ({"seed": None, "world_size": 2}, "seed: every rank would draw its own, and read other"),
         ({"max_length": 5}, "max_length: cuts texts that are encoded here"),
         ({"batchsize": 5}, "batchsize: unknown key"),
         (

@@ -427,6 +427,11 @@ def test_configs_that_mean_nothing_are_refused(options, message):
         DataLoaderConfig(**options)
 
 
+def test_what_can_be_iterated_over_once_is_no_dataset():
+    with pytest.raises(ConfigError, match="dataset: generator can be read once, and every"):
+        loader({"x": i} for i in range(10))
+
+
 def test_what_is_no_dataset_is_refused():
     with pytest.raises(ConfigError, match="dataset: int does not return rows by number"):
         loader(5)

@@ -85,6 +85,9 @@ def test_built_ins_make_batches():
     }
     short = registry.get_collator(task("multimodal"), tokenizer=tokenizer(), max_length=2)
     assert short([{"image": image, "text": "a fox runs"}])["input_ids"].shape == (1, 2)
+    lists = registry.get_collator(task("multimodal"), return_tensors=False)
+    made = lists([{"image": image, "input_ids": [1, 2]}])
+    assert {type(column) for column in made.values()} == {list}
     assert registry.get_collator() is default_collate
 
 

@@ -177,10 +177,15 @@ def test_a_run_makes_the_passes_that_its_config_says(tmp_path: Path) -> None:
     assert (named.optimizer.learning_rate, named.seed) == (0.2, 7)
 
 
-@pytest.mark.parametrize("option", ["seq_length", "batch_size"])
-def test_sizes_beside_a_loader_are_refused(option: str) -> None:
+@pytest.mark.parametrize("option", ["seq_length", "batch_size", "progress"])
+def test_options_of_data_beside_a_loader_are_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=f"^{option}: has no effect on a loader that is given"):
         Trainer(None, TrainingConfig(), [], **{option: 4})
+
+
+def test_held_out_data_has_a_name() -> None:
+    with pytest.raises(ConfigError, match="^evals: list does not name what is held out"):
+        Trainer(None, TrainingConfig(), [], [[]])  # pyright: ignore[reportArgumentType]
 
 
 def test_data_is_read_from_a_file_of_it_or_of_a_whole_run(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ def test_resize_makes_one_size():
         SourceError, match=r"row 1 of the batch: 4 x 8 pixels, the first has 6 x 8. Set image_size"
     ):
         create_vision_collate()([{"image": PIXELS}, {"image": PIXELS[:4]}])
+    with pytest.raises(SourceError, match="row 0 of the batch, column 'labels': None is not a"):
+        create_vision_collate()([(PIXELS,), (PIXELS, 3)])
 
 
 @pytest.mark.parametrize(

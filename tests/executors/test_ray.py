@@ -28,7 +28,7 @@ from easypipe import (
 from easypipe.cache.config import CacheConfig
 from easypipe.core import storage
 from easypipe.core.protocols import ProgressEvent
-from easypipe.executors.ray import prepare_on_ray
+from easypipe.executors.ray import _warn_if_none_is_large_enough, prepare_on_ray
 from easypipe.pipeline import _Remade
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.config import TokenizeStageConfig
@@ -222,6 +222,13 @@ def test_f15_workers_that_write_elsewhere_are_noticed(tmp_path: Path) -> None:
             ),
         )
     assert elsewhere.pending() == {"d": (0, 2)}
+
+
+def test_tasks_larger_than_every_machine_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_if_none_is_large_enough(ray, 1)
+    assert not caplog.messages
+    _warn_if_none_is_large_enough(ray, 64)
+    assert "tokenize.num_workers=64 CPUs, and no machine of the cluster has more" in caplog.text
 
 
 def test_f15_without_ray_the_error_says_what_to_install(

@@ -15,7 +15,7 @@ from easypipe.cli import main
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError
 from easypipe.interop.foreign.rules import ForeignConfig
-from easypipe.interop.foreign.tools import TOOLS, import_config
+from easypipe.interop.foreign.tools import TOOLS, import_config, lines_left
 from easypipe.run import RunConfig
 
 FILES = sorted((Path(__file__).parent / "foreign").glob("*.yaml"))
@@ -270,15 +270,32 @@ def test_projections_that_are_off_or_no_list(
 
 def test_every_whole_per_cent_of_a_mixer_is_a_split(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    mixer = {f"a/d{n}": n / 100 for n in range(1, 101)} | {"a/e": 0.125}
+    mixer = {f"a/d{n}": n / 100 for n in range(1, 101)} | {"a/e": 0.125, "a/f": 5000}
     path.write_text(
         yaml.safe_dump({"model_name_or_path": "gpt2", "dataset_mixer": mixer}, sort_keys=False)
     )
     made = import_config("trl", path)
     splits = [one["split"] for one in made.config["data"]["datasets"]]
-    assert splits == [f"train[:{n}%]" for n in range(1, 100)] + ["train", "train"]
+    assert splits == [f"train[:{n}%]" for n in range(1, 100)] + ["train", "train", "train"]
     left = [told for told in made.left if "dataset_mixer" in told]
-    assert left == [f"dataset_mixer, {of}" for of in ("train", "its rows", "their columns")]
+    what = ("train of a/e", "train of a/f", "its rows", "their columns")
+    assert left == [f"dataset_mixer, {of}" for of in what]
+
+
+def test_a_key_without_a_value_is_as_if_it_were_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    text = (
+        "base_model: m\ndatasets:\n- {path: a.jsonl, type: chat_template, roles_to_train: [user],\n"
+        "   message_field_training: train_it}\n- path: b.jsonl\n  chat_template: x\n"
+    )
+    path.write_text(text)
+    whole = import_config("axolotl", path)
+    path.write_text(f"{text}chat_template: y\nrl:\nmicro_batch_size:\n")
+    made = import_config("axolotl", path)
+    assert made.config == whole.config
+    assert made.left.keys() - whole.left.keys() == {"chat_template"}
+    assert made.carried["rl"] == made.carried["micro_batch_size"] == "is empty"
+    assert [line for line in lines_left(made, path) if "line 7, chat_template" in line]
 
 
 def test_the_command(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -159,14 +159,16 @@ class ImageRows:
         images: The images of all rows.
         labels: The classes of all rows, from 0.
         fingerprint: The fingerprint of the data they were read from.
-        name: The name of the data, for error messages.
+        at: Returns the place of a row, for error messages.
 
     Raises:
         SourceError: A row that is read has no image; the error names the row.
     """
 
-    def __init__(self, images: pa.ChunkedArray, labels: Int64, fingerprint: str, name: str) -> None:
-        self._images, self.labels, self.fingerprint, self._name = images, labels, fingerprint, name
+    def __init__(
+        self, images: pa.ChunkedArray, labels: Int64, fingerprint: str, at: Callable[[int], str]
+    ) -> None:
+        self._images, self.labels, self.fingerprint, self._at = images, labels, fingerprint, at
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -175,7 +177,7 @@ class ImageRows:
         image = self._images[index].as_py()
         if image is None:
             raise SourceError(
-                at=place(self._name, row=index, column="image"),
+                at=self._at(index),
                 problem="the row has no image",
                 fix="Leave such rows out.",
             )
@@ -231,8 +233,12 @@ class Images:
         Raises:
             SourceError: A label is not a class; the error names the row.
         """
-        images = self._table.column(0)
-        return ImageRows(images, self._numbers(classes), self.fingerprint, self._name)
+        images, column = self._table.column(0), self._config.image_column
+
+        def at(row: int) -> str:
+            return place(self._name, row=row, column=column)
+
+        return ImageRows(images, self._numbers(classes), self.fingerprint, at)
 
     @cached_property
     def _labels(self) -> pa.Array:
@@ -271,7 +277,12 @@ class Images:
                 fix="Set data.classes to the names in the order of their numbers.",
             )
         if not names:
-            numbers = self._labels.to_numpy().astype(np.int64)
+            numbers, own = self._labels.to_numpy().astype(np.int64), self._classes
+            if classes is not None and isinstance(own, list) and {*own} <= {*classes}:
+                # the same names may have other numbers
+                among = (numbers >= 0) & (numbers < len(own))
+                order = np.array([classes.index(name) for name in own], np.int64)
+                numbers = np.where(among, order[np.where(among, numbers, 0)], -1)
         else:
             known = {name: i for i, name in enumerate(classes or ())}
             numbers = np.array([known.get(name, -1) for name in self._labels.to_pylist()], np.int64)

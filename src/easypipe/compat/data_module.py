@@ -99,6 +99,12 @@ class UniversalDataModule:
         for name, data in (("train_data", train_data), ("val_data", val_data)):
             if data is not None:
                 require_rows(data, at=name)
+        require(
+            seed is not None or options.get("world_size", 1) == 1,
+            "seed",
+            "every rank would draw its own, and read other rows twice",
+            "Give all ranks one seed.",
+        )
         self.seed = draw_seed() if seed is None else seed
         if seed is None:
             log.info("data module: no seed was given, drew %d", self.seed)
@@ -157,6 +163,11 @@ class UniversalDataModule:
             "cuts texts that are encoded here, but these rows are not text",
             "Leave it out.",
         )
+        if self._collate_fn is None:
+            entry = CollatorRegistry.get_instance().find(self.task_spec)
+            for name, value in (("tokenizer", self.tokenizer), ("max_length", self.max_length)):
+                problem = f"has no effect: the collator {entry.name!r} does not take it"
+                require(value is None or entry.takes(name), name, problem, "Leave it out.")
 
     @cached_property
     def splits(self) -> Splits:

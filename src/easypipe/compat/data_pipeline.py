@@ -233,7 +233,7 @@ class DataPipeline:
 
     @staticmethod
     def validate(config: DataPipelineConfig | Settings | str | Path) -> list[str]:
-        """Lists everything that is wrong with a config; [] if it is valid.
+        """Lists the first wrong value, or all conflicts between sections; [] if a config is valid.
 
         It opens no dataset and no tokenizer.
         """

@@ -12,6 +12,7 @@ import numpy as np
 
 from easypipe.compat.collators import create_causal_lm_collate
 from easypipe.compat.foreign import pad_of, tokenizer_config
+from easypipe.compat.loaders import require_rows
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, require
 from easypipe.core.random import fold
@@ -57,6 +58,7 @@ class PreprocessedDataset:
             f"{type(hf_dataset).__name__} does not return rows by number",
             "Use create_preprocessed_dataset(..., streaming=True).",
         )
+        require_rows(hf_dataset, at="hf_dataset")
         self._data, self._engine = hf_dataset, prompt_engine
         self._kept: dict[int, Encoded] = {}
         self._keeps = cache_enabled
@@ -142,6 +144,13 @@ class StreamingPreprocessedDataset:
         _require_engine(prompt_engine)
         require(buffer_size >= 0, "buffer_size", f"{buffer_size} rows", "Give 0 to keep the order.")
         check_rank(rank, world_size)
+        readable = attribute_of(hf_iterable, "__iter__", "__getitem__") is not None
+        require(
+            readable and not isinstance(hf_iterable, str | bytes | Mapping),
+            "hf_iterable",
+            f"{type(hf_iterable).__name__} yields no rows",
+            "Give a dataset: one of its splits, where it has several.",
+        )
         require(
             iter(hf_iterable) is not hf_iterable,
             "hf_iterable",

@@ -16,7 +16,7 @@ from easypipe.compat.collators import default_collate, draws
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, require, require_columns, require_known
 from easypipe.core.random import draw_seed
-from easypipe.core.schema import INPUT_IDS
+from easypipe.core.schema import INPUT_IDS, data_columns
 from easypipe.core.values import Arguments, Collate, Dataset, attribute_of
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.epochs import EpochLoader, passes_of_streams, passes_over
@@ -297,7 +297,7 @@ def _text_pipeline(
         PipelineConfig(datasets=(dataset,), seed=options.seed, order=order, streaming=streaming)
     ).source()
     [(name, source)] = pipeline.get_data().items()
-    have = source.schema.names
+    have = data_columns(source.schema)
     require_columns(columns or (), have, f"dataset {name!r}")
     if INPUT_IDS not in have:
         pipeline.tokenize()

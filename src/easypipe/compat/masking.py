@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.compat.collators import Padding, Side, Tensors, integers, token_columns
+from easypipe.compat.collators import Padding, Side, Tensors, integers, targets_of, token_columns
 from easypipe.compat.foreign import OwnTokenizer, Rows, TokenizerLike, as_tokenizer
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError, place, require
@@ -66,15 +66,17 @@ class MaskedLMCollator:
     def __call__(self, rows: Rows, *, keys: Sequence[int] | None = None) -> Batch:
         """Makes a batch; `keys` are the random keys of the rows."""
         rule, columns = self.padding, token_columns(rows)
+        targets = targets_of(columns)
         width = rule.width(columns[INPUT_IDS])
         if keys is None:  # called directly: equal rows are masked alike
             keys = [fold(self.seed, digest(ids.tolist())) for ids in columns[INPUT_IDS]]
         hidden, labels = [], []
         # Every row has its own draws.
         for i, (row, key) in enumerate(zip(rows, keys, strict=True)):
-            ids, attended = columns[INPUT_IDS][i], columns[ATTENTION_MASK][i]
+            ids = columns[INPUT_IDS][i]
+            allowed = (columns[ATTENTION_MASK][i] != 0) & (targets[i] != IGNORE)
             words, own = self._words(row, ids, i), fold(self.seed, "masked_lm", key)
-            shown, said = self._mask(ids, attended != 0, words, own)
+            shown, said = self._mask(ids, allowed, words, own)
             hidden.append(shown)
             labels.append(said)
         padded = rule.fill(labels, width, IGNORE)
@@ -89,7 +91,7 @@ class MaskedLMCollator:
     def _mask(
         self,
         ids: Int64,
-        attended: Bools,
+        allowed: Bools,
         words: Int64,
         key: int,
     ) -> tuple[Int64, Int64]:
@@ -104,7 +106,7 @@ class MaskedLMCollator:
                 at=f"token {outside[0]}",
                 problem=f"{ids[outside[0]]} is outside the vocabulary of {self.vocab_size}",
             )
-        chosen = (_draw(key, "choose", words) < self.probability) & ~self.special[ids] & attended
+        chosen = (_draw(key, "choose", words) < self.probability) & ~self.special[ids] & allowed
         places = np.arange(ids.size)
         how = _draw(key, "how", places)
         ordinary = np.flatnonzero(~self.special)
@@ -157,9 +159,10 @@ def create_masked_lm_collate(
 
     Batches have `input_ids`, `attention_mask` and `labels`, Int32[B, T]; labels are the chosen
     tokens, else -100, not shifted. Each token is chosen with `probability`; with whole_word each
-    word is, and each of its tokens is then replaced by the 80/10/10 rule. Special tokens and
-    padding are never chosen. In a loader, a row's draws depend on seed, pass and row, so they
-    differ between passes; in a direct call, they depend on `seed` and the row's tokens.
+    word is, and each of its tokens is then replaced by the 80/10/10 rule. Special tokens, padding,
+    and tokens with loss_mask 0 or label -100 are never chosen. In a loader, a row's draws depend on
+    seed, pass and row, so they differ between passes; in a direct call, they depend on `seed` and
+    the row's tokens.
 
     Args:
         tokenizer: Supplies mask token, vocabulary, special tokens, padding and word boundaries.

@@ -338,8 +338,9 @@ def _text(
 def _multimodal(
     tokenizer: TokenizerLike = None, max_length: int | None = None, **vision: Any
 ) -> Collate:
+    of_both = {key: vision[key] for key in ("return_tensors", "schema") if key in vision}
     return MultimodalCollator(
-        vision=create_vision_collate(**vision), text=_text(tokenizer, max_length)
+        vision=create_vision_collate(**vision), text=_text(tokenizer, max_length, **of_both)
     )
 
 

@@ -68,7 +68,7 @@ class Trainer(Engine):
             0.01, "seed": 7}` holds out rows of `data`.
         seq_length: Tokens of a packed row of `data`; required for datasets.
         batch_size: Rows of a batch; None takes the default of LoadStageConfig.
-        progress: Receives the progress of preparing; None prints a line on the terminal.
+        progress: Receives the progress of preparing `data`; None prints a line on the terminal.
         loss: A function of (module, batch) instead of next-token cross entropy: it returns the mean
             over the batch's targets, `(mean, {name: mean})`, or a LossOutput of sums
             (docs/training.md). Or options of the built-in loss, as in TrainingConfig.
@@ -127,9 +127,12 @@ class Trainer(Engine):
         )
         problem = "either it or a loader (`train`) says what to train on; give one of them"
         require((data is None) != (train is None), "data", problem)
+        problem = f"{type(evals).__name__} does not name what is held out"
+        fix = 'Give it a name: {"held_out": ...}.'
+        require(evals is None or isinstance(evals, Mapping), "evals", problem, fix)
         self._inputs = None
         if train is not None:
-            _check_none(seq_length=seq_length, batch_size=batch_size)
+            _check_none(seq_length=seq_length, batch_size=batch_size, progress=progress)
             super().__init__(model, config, train, evals, **options)
             return
         if isinstance(model, str | Path):
@@ -179,13 +182,13 @@ def _check_names(fields: Settings, given: Settings) -> None:
             raise ConfigError(at=name, problem="no such option of Trainer", have=have, fix=fix)
 
 
-def _check_none(**sizes: int | None) -> None:
-    """Checks that no size of rows or batches is given with a loader, which has its own.
+def _check_none(**options: int | ProgressListener | None) -> None:
+    """Checks that no option of preparing data is given with a loader, which has its own.
 
     Raises:
         ConfigError: One is given.
     """
-    for at, value in sizes.items():
+    for at, value in options.items():
         fix = "Set it where the loader is made."
         require(value is None, at, "has no effect on a loader that is given", fix)
 

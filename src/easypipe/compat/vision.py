@@ -150,8 +150,9 @@ class VisionDataCollator:
             if self.channels_last
             else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
         }
-        if found[0][1] is not None:
-            batch[LABELS] = _labels([label for _, label, _ in found])
+        labels = [label for _, label, _ in found]
+        if any(label is not None for label in labels):
+            batch[LABELS] = _labels(labels)
         if found[0][2]:
             batch |= default_collate([others for _, _, others in found])
         return handed_out(batch, self.schema, self.return_tensors)

@@ -13,12 +13,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from easypipe.core.errors import CacheError, ConfigError, raising, require
 from easypipe.core.protocols import ProgressEvent, ProgressListener, silent
+
+log = logging.getLogger("easypipe")
 
 # the most: the overhead of a task is only some milliseconds, so larger ones would gain nothing
 RANGES_PER_TASK = 64
@@ -61,6 +64,7 @@ def prepare_on_ray(
         return
     ray = _import_ray()
     with _cluster(ray):
+        _warn_if_none_is_large_enough(ray, cpus_per_task)
         cpus = max(1, int(ray.cluster_resources().get("CPU", 1)) // cpus_per_task)
         work = ray.remote(_work).options(
             num_cpus=cpus_per_task, max_retries=RETRIES, retry_exceptions=False
@@ -140,6 +144,18 @@ def _cut(dataset: str, numbers: Sequence[int], cpus: int) -> Iterator[_Task]:
     size = max(1, min(RANGES_PER_TASK, len(numbers) // (TASKS_PER_CPU * cpus)))
     for start in range(0, len(numbers), size):
         yield _Task(dataset, tuple(numbers[start : start + size]))
+
+
+def _warn_if_none_is_large_enough(ray: Any, cpus: int) -> None:
+    """Warns if tasks wait for a machine with more CPUs, which an autoscaler may add."""
+    nodes = (node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+    if (largest := int(max(nodes, default=0))) < cpus:
+        log.warning(
+            "ray: a task takes tokenize.num_workers=%d CPUs, and no machine of the cluster has "
+            "more than %d: nothing is tokenized until one joins that has",
+            cpus,
+            largest,
+        )
 
 
 def _import_ray() -> Any:

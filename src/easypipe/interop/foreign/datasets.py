@@ -244,7 +244,8 @@ def mixture(key: Key) -> None:
         dataset = _from(one["id"])
         dataset |= {"split": one["split"]} if "split" in one else {}
         dataset |= {"subset": one["config"]} if one.get("config", "default") != "default" else {}
-        dataset["split"] = _share(key, dataset.get("split", "train"), one.get("weight", 1.0))
+        split, share = dataset.get("split", "train"), one.get("weight", 1.0)
+        dataset["split"] = _share(key, one["id"], split, share)
         # `columns` is among the known keys: columns that nothing uses are never read
         for name in one.keys() - {"id", "split", "config", "weight", "columns"}:
             left = f"{key.name}.datasets[{len(found)}].{name}"
@@ -255,15 +256,15 @@ def mixture(key: Key) -> None:
         held_out(Key(key.made, "test_split_size", key.value))
 
 
-def _share(key: Key, split: str, share: float) -> str:
+def _share(key: Key, name: str, split: str, share: float) -> str:
     """Returns a split, or the fraction of its rows that TRL calls a weight."""
     percent = round(share * 100, 6)  # 0.07 * 100 is 7.000000000000001
     if percent == 100:
         return split
-    if percent == int(percent):
+    if percent == int(percent) and 1 <= percent < 100:
         return f"{split}[:{int(percent)}%]"
-    key.made.left[f"{key.name}, {split}"] = (
-        f"{share} of its rows are not whole per cents: set num_rows of the dataset"
+    key.made.left[f"{key.name}, {split} of {name}"] = (
+        f"{share} of its rows are not 1 to 100 whole per cents: set num_rows of the dataset"
     )
     return split
 
@@ -275,7 +276,7 @@ def mixer(key: Key) -> None:
     for number, (name, share) in enumerate(key.value.items()):
         configs = key.given.get("dataset_configs") or ()
         for split in trained:
-            part = _share(key, split, share)
+            part = _share(key, str(name), split, share)
             found.append({**_from(str(name)), "split": part})
             if number < len(configs):
                 found[-1]["subset"] = configs[number]

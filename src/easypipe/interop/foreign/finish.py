@@ -135,7 +135,7 @@ _LENGTHS = ("sequence_len", "max_length", "max_seq_length", "cutoff_len")
 
 def _length(made: ForeignConfig, tool: str, given: Json) -> None:
     """Sets the other tool's default length of a row, and which datasets it splits into rows."""
-    if not any(name in given for name in _LENGTHS):
+    if not {*given, *made.carried}.intersection(_LENGTHS):
         made.part("data.pack", make=True)["seq_length"] = _DEFAULTS[tool].length
         made.part("data.tokenize", make=True)["max_length"] = _DEFAULTS[tool].length
     if given.get("stage") == "pt" and given.get("packing", True):

@@ -88,13 +88,12 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
             to train on.
     """
     require_known(tool, tuple(TOOLS), "tool", f"no importer for {tool!r}")
-    given = load_yaml(path)
-    made = ForeignConfig()
-    table = TOOLS[tool]
+    read = load_yaml(path)
+    given = {key: value for key, value in read.items() if value is not None and value != ""}
+    made, table = ForeignConfig(), TOOLS[tool]
+    made.carried = dict.fromkeys(read.keys() - given.keys(), "is empty")
     for key, value in given.items():
-        if value is None or value == "":
-            made.carried[key] = "is empty"
-        elif key in table:
+        if key in table:
             try:
                 table[key](Key(made, key, given))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -126,7 +125,7 @@ def lines_left(made: ForeignConfig, path: Path) -> list[str]:
     for key, why in made.left.items():
         name = re.match(r"\w+", key)
         head = f"{name[0]}:" if name else key
-        number = next((n for n, line in enumerate(lines, 1) if line.strip().startswith(head)), 0)
+        number = next((n for n, line in enumerate(lines, 1) if line.startswith(head)), 0)
         found.append((number, f"line {number}, {key}: {why}"))
     return [text for _, text in sorted(found)]
 

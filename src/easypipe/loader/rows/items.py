@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.identity import dotted_name
 from easypipe.core.random import fold
 from easypipe.core.schema import IGNORE, LABELS
@@ -184,6 +184,9 @@ class ForwardRows(_Unsized):
         seed: As for ItemRows.
         name: As for ItemRows.
         epoch: The number of this pass, for datasets with `set_epoch`, such as those that shuffle.
+
+    Raises:
+        ConfigError: The dataset is an iterator.
     """
 
     num_epochs: int | None = 1
@@ -197,13 +200,14 @@ class ForwardRows(_Unsized):
         name: str = "dataset1",
         epoch: int = 0,
     ) -> None:
-        self._dataset, self._collate, self._seed, self._name, self._epoch = (
-            dataset,
-            collate,
-            seed,
-            name,
-            epoch,
+        require(
+            not isinstance(dataset, Iterator),
+            "dataset",
+            f"{type(dataset).__name__} can be read once, and every iteration begins anew",
+            "Give what makes the iterator: a dataset, or a class with __iter__.",
         )
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._name, self._epoch = name, epoch
         self._lock = threading.Lock()
         self._ahead: list[Item] = []  # rows from `_first` on that were read and not yet returned
         self._first = 0
