@@ -184,7 +184,7 @@ def test_options_of_data_beside_a_loader_are_refused(option: str) -> None:
 
 
 def test_held_out_data_has_a_name() -> None:
-    with pytest.raises(ConfigError, match="^evals: list does not name what is held out"):
+    with pytest.raises(ConfigError, match=r"^evals: list does not name what is held out"):
         Trainer(None, TrainingConfig(), [], [[]])  # pyright: ignore[reportArgumentType]
 
 
