@@ -209,6 +209,20 @@ def test_url_globs_folders_and_what_is_missing(memory: fsspec.AbstractFileSystem
         resolve("memory://bucket/z", extensions=["txt"])
 
 
+def test_a_url_may_have_brackets_in_its_name(memory: fsspec.AbstractFileSystem) -> None:
+    """As a pattern it means another file, which was read in its place."""
+    for name in ("x[1].txt", "x1.txt", "y[1]/1.txt", "y1/1.txt"):
+        memory.pipe(f"/bucket/{name}", name.encode())
+    for given, found in (
+        ("x[1].txt", "x[1].txt"),
+        ("y[1]/1.txt", "y[1]/1.txt"),
+        ("y[1]", "y[1]/1.txt"),
+        ("x[12].txt", "x1.txt"),
+    ):
+        [row] = open_files(f"memory://bucket/{given}").read(0, 0, 1).to_pylist()
+        assert row["text"] == found
+
+
 def test_url_fingerprints(memory: fsspec.AbstractFileSystem) -> None:
     before = open_files("memory://bucket/a-2.jsonl")
     assert before.fingerprint == open_files("memory://bucket/a-2.jsonl").fingerprint

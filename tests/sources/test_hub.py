@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import logging
+import re
 import socket
 import time
 from pathlib import Path
@@ -350,9 +351,11 @@ def test_several_formats(hub: WebServer) -> None:
     ):
         HuggingFaceShardedSource("org/mixed")
     assert len(texts(HuggingFaceShardedSource("hf://datasets/org/mixed/*.parquet"))) == 5
-    publish(hub, "org/texts", {"a.csv": b"text\nx\n", "b.txt": b"x\n"})
-    with pytest.raises(SourceError, match=r"Name one kind: hf://datasets/org/texts/\*\.csv\."):
+    publish(hub, "org/texts", {"a/1.csv": b"text\nx\n", "b.txt": b"x\n"})
+    named = "hf://datasets/org/texts/**/*.csv"
+    with pytest.raises(SourceError, match=rf"Name one kind: {re.escape(named)}\."):
         HuggingFaceShardedSource("org/texts")
+    assert len(texts(HuggingFaceShardedSource(named))) == 1
 
 
 @pytest.mark.parametrize(

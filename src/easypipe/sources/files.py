@@ -462,21 +462,22 @@ def resolve_remote(
         files = {key: info for key, info in found.items() if info.get("type") != "directory"}
         return {str(fs._strip_protocol(key)): info for key, info in files.items()}
 
-    if glob.has_magic(path):
-        matches = listed("glob")
-        if not matches:
-            problem = "the pattern matches no file"
-            raise MissingFileError(at=name, problem=problem, fix="Correct the pattern.")
-        files = [ref(found, matches[found]) for found in sorted(matches, key=natural)]
-        return partitioned(files, fixed_part(fs.unstrip_protocol(path)))
-    try:
-        info = call("info")
+    pattern = glob.has_magic(path)
+    try:  # brackets may be a name's own
+        info = call("info") if not pattern or "[" in path else None
     except MissingFileError:
         info = None
     except StorageError as error:
         raise SourceError(at=name, problem=error.problem, fix=error.fix) from None
     if info is not None and info.get("type") != "directory":
         return [ref(path, info)]
+    if info is None and pattern:
+        matches = listed("glob")
+        if not matches:
+            problem = "the pattern matches no file"
+            raise MissingFileError(at=name, problem=problem, fix="Correct the pattern.")
+        files = [ref(found, matches[found]) for found in sorted(matches, key=natural)]
+        return partitioned(files, fixed_part(fs.unstrip_protocol(path)))
     inside = listed("find") if info is not None else {}
     if not inside:
         raise MissingFileError(at=name, problem="no such file or folder", fix="Check the URL.")

@@ -247,7 +247,7 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
             if record.strip() in (b"{", b"}")
             else ""
         )
-        said = problem.msg.removesuffix(" starting at")  # the message about an unterminated string
+        said = problem.msg.removesuffix(" at").removesuffix(" starting")
         return reject("unparsable", f"not JSON: {said} at character {problem.colno}{hint}")
     except ValueError as problem:  # int() refuses thousands of digits
         return reject("unparsable", f"a number too long: {problem}")

@@ -244,10 +244,12 @@ def one_format(files: Sequence[FileRef], hub: HubRepo) -> str:
     """Returns the format of the files; raises SourceError if they have several."""
     kinds = {format_of(file.path): file.path for file in files}
     if len(kinds) > 1 or None in kinds:
+        first = next(iter(kinds.values()))
+        deep = "**/" * ("/" in first.removeprefix(f"{hub.at}/"))
         raise SourceError(
             at=hub.at,
             problem="files of several formats: "
             + ", ".join(f"{path} ({kind})" for kind, path in kinds.items()),
-            fix=f"Name one kind: {hub.at}/*{Path(next(iter(kinds.values()))).suffix}.",
+            fix=f"Name one kind: {hub.at}/{deep}*{Path(first).suffix}.",
         )
     return str(next(iter(kinds)))
