@@ -215,6 +215,9 @@ def test_masked_lm_hides_by_berts_shares_and_leaves_the_rest():
     )
     assert (abs(masked - 0.8) < 0.04, abs(kept - 0.1) < 0.03) == (True, True)
     assert batch["input_ids"].min() >= 3  # special tokens are never drawn
+    drawn = batch["input_ids"][chosen & (batch["input_ids"] != 3) & (batch["input_ids"] != ids)]
+    assert len(set(drawn.tolist())) > 80  # of about 150
+    assert drawn.min() < 30 < 270 < drawn.max()
     assert len({row.tobytes() for row in chosen}) == 50  # every row has draws of its own
 
 

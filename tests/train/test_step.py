@@ -341,6 +341,16 @@ class Chip:
     platform: str = "cpu"
     device_kind: str = "cpu"
     client: Any = None
+    slice_index: int = 0
+
+
+def test_hybrid_keeps_parameters_within_a_slice_of_several_processes():
+    chips = [Chip(number // 2, number, slice_index=number % 2) for number in range(8)]
+    mesh = make_mesh("hybrid", devices=chips)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 4, "sequence": 1, "tensor": 1}
+    slices = np.vectorize(lambda chip: chip.slice_index)(mesh.devices).reshape(2, 4)
+    assert sorted(slices[:, 0]) == [0, 1]
+    assert (slices == slices[:, :1]).all()
 
 
 def test_hybrid_parts_hosts_along_data_alone():
