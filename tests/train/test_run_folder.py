@@ -20,7 +20,7 @@ from flax import nnx
 import easypipe
 from easypipe.cli import main
 from easypipe.core.config import from_dict
-from easypipe.core.errors import StateError, TrainError
+from easypipe.core.errors import ConfigError, StateError, TrainError
 from easypipe.history import spans_of
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
@@ -35,7 +35,7 @@ from easypipe.train.config import (
 from easypipe.train.events import TrainEvent, TrainListener, null_listener
 from easypipe.train.losses.loss import RECORDED
 from easypipe.train.parallel.mesh import make_mesh
-from easypipe.train.record import read_kept, write_changes, write_kept, write_versions
+from easypipe.train.record import check_record, read_kept, write_changes, write_kept, write_versions
 from easypipe.train.report.page import page, write_report
 from easypipe.train.report.pictures import MIXTURE, PLOTS
 from easypipe.train.trainer import Trainer
@@ -383,3 +383,10 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
         "give another train.output_dir."
     ]
     assert trainer(null_listener).run().resumed_from == 4, "the lock ends with the run"
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_a_run_in_a_file_is_refused_before_any_data_is_read(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^train\.output_dir: .*/file is a file\. Give a folder"):
+        check_record(tmp_path / name)

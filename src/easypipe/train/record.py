@@ -24,7 +24,7 @@ from typing_extensions import TypedDict  # pydantic does not accept another one 
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, parse_checked
 from easypipe.core.config import allowing_code, load_yaml, to_dict
-from easypipe.core.errors import DamagedFileError, MissingFileError, StateError
+from easypipe.core.errors import DamagedFileError, MissingFileError, StateError, require
 from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Json, JsonObject, Settings
 from easypipe.train.checkpoint.files import CHECKPOINTS
@@ -73,12 +73,16 @@ def write_config(folder: Path, resolved: object) -> None:
 
 
 def check_record(folder: str | Path) -> None:
-    """Checks that run.yaml in the folder of a run, if there is one, is the record of a run.
+    """Checks that a run can have this folder, and that a run.yaml in it is the record of a run.
 
     Raises:
-        StateError: It may be the user's own config, which the record would replace.
+        ConfigError: It is a file, or lies in one.
+        StateError: The run.yaml may be the user's own config, which the record would replace.
     """
     folder = Path(os.path.expanduser(folder))
+    there = next((one for one in (folder, *folder.absolute().parents) if one.exists()), folder)
+    is_file = there.is_file()
+    require(not is_file, "train.output_dir", f"{there} is a file", "Give a folder.")
     of_run = (VERSIONS, METRICS, CHECKPOINTS)
     if (folder / RECORD).exists() and not any((folder / name).exists() for name in of_run):
         raise StateError(
