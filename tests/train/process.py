@@ -1,8 +1,8 @@
 """Run by test_processes.py as one of several processes: `process.py FOLDER JOBS...`, where a job is
 a line of JSON:
 
-{"name", "mesh", "steps", "every", "signal": [process, step] or null}. They train the same model,
-one job after the other; the exit code is that of the last one. VARIABLES of
+{"name", "mesh", "steps", "every", "signal": [process, step] or null, "apart": by how many steps
+each process has more than the one before}. They train the same model, one job after the other; the exit code is that of the last one. VARIABLES of
 train/parallel/distributed.py say who the others are.
 """
 
@@ -47,7 +47,7 @@ def run(folder: Path, job: dict) -> int:
     mesh = make_mesh(job["mesh"])
     config = settings(
         folder / job["name"],
-        steps=job["steps"],
+        steps=job["steps"] + job.get("apart", 0) * jax.process_index(),
         checkpoint=CheckpointConfig(every=job["every"]),
         mesh=job["mesh"],
     )

@@ -112,6 +112,16 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
         assert f"step {stopped}: stopped by SIGTERM, saved in" in words
 
 
+def test_processes_with_other_options_are_refused_in_all_of_them(tmp_path):
+    """They trained together, each its own half of a batch."""
+    job = {"name": "apart", "mesh": MESH, "steps": 4, "every": 4, "apart": 1}
+    for _, said in finish(start(2, tmp_path, job, begin=subprocess.Popen), code=2):
+        assert (
+            "train: the processes train different runs: train.steps: 5 in process 1, 4 in" in said
+        )
+    assert not (tmp_path / "apart" / "metrics.jsonl").exists()
+
+
 def test_hybrid_puts_data_across_processes_and_fsdp_within(runs):
     _, said, _ = runs
     for out, _ in said:

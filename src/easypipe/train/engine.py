@@ -28,7 +28,12 @@ from easypipe.core.protocols import BatchLoader, Turns
 from easypipe.core.values import Arguments, Json
 from easypipe.train import state as states
 from easypipe.train.callbacks.named import NLL, Known, checked_callbacks, make_callbacks
-from easypipe.train.checkpoint.resume import check_changes, identity_of, saved_loader_state
+from easypipe.train.checkpoint.resume import (
+    check_changes,
+    check_processes,
+    identity_of,
+    saved_loader_state,
+)
 from easypipe.train.checks import (
     check_loader,
     micro_batches,
@@ -172,6 +177,8 @@ class Engine:
             own_optimizer=optimizer is not None,
         )
         check_changes(config.resume_changes, self.identity)
+        held_out = {f"eval.{one.name}": one.loader for one in self.evals}
+        check_processes(config, self.identity, {"loader": train, **held_out})
 
     def _lay_out(self, mesh: Mesh | None) -> None:
         """Sets the mesh, the sharding rules, and the axes that also divide optimizer state."""

@@ -18,6 +18,7 @@ from easypipe.train.checks import EpochStyle, JsonState, KnowingState
 from easypipe.train.config import PreferenceConfig, TrainingConfig
 from easypipe.train.model.config import ClassifierConfig, ModelConfig
 from easypipe.train.optim.config import OptimizerConfig
+from easypipe.train.parallel.distributed import of_every_process
 
 LOADER_PARTS = (
     "sources",
@@ -34,6 +35,8 @@ IF_THERE = ("lora", "preference", "distill", "neftune_alpha", "class_weights")
 # Options of preferences that older checkpoints lack: they are compared only if they have other
 # values.
 LATER = {"loss": "sigmoid", "margin": None, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+
+OWN = ("output_dir", "distributed")  # options that each process may have for itself
 
 
 def identity_of(
@@ -65,6 +68,41 @@ def identity_of(
         train["optimizer"] = {"name": "given from Python"}
     train["steps"] = steps
     return {"model": to_dict(model), "train": train, "loader": {"batch_size": batch_size}}
+
+
+def check_processes(
+    config: TrainingConfig, identity: Json, loaders: Mapping[str, BatchLoader]
+) -> None:
+    """Checks that every process trains the same run on the same data.
+
+    Every process must call it at the same place.
+
+    Args:
+        config: The options of the run.
+        identity: The result of `identity_of`.
+        loaders: The loaders, by the key paths in errors.
+
+    Raises:
+        ConfigError: They do not. It is raised in every process.
+    """
+    options = {key: value for key, value in to_dict(config).items() if key not in OWN}
+    own = {**identity, "train": options}
+    for name, loader in loaders.items():
+        state = loader.state()
+        parts = {**state.components, **state.config} if isinstance(state, KnowingState) else {}
+        if not getattr(loader, "can_change", True):  # see check_same
+            parts.pop("sources", None)  # a stream knows files by paths and times, as on each host
+        own[name] = own.get(name, {}) | parts
+    first, *others = of_every_process(own)
+    for number, other in enumerate(others, start=1):
+        words = f"{{here}} in process {number}, {{saved}} in process 0"
+        unlike = differences(first, other, words=words)
+        require(
+            not unlike,
+            "train",
+            f"the processes train different runs: {listed(unlike)}",
+            "Give every process the same config and the same data.",
+        )
 
 
 def saved_loader_state(loader: BatchLoader) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import json
 import logging
 import os
 import sys
@@ -24,7 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError, EasypipeError, StallError, require
 from easypipe.core.random import draw_seed
-from easypipe.core.values import Arguments
+from easypipe.core.values import Arguments, Json
+from easypipe.loader.placement import gather_bytes
 from easypipe.train.parallel.config import DistributedConfig
 
 logger = logging.getLogger("easypipe")
@@ -195,6 +197,18 @@ def shared_seed() -> int | None:
     if not several():
         return None
     return int(multihost_utils.broadcast_one_to_all(np.int32(draw_seed())))
+
+
+def of_every_process(values: Json) -> list[Json]:
+    """Returns the plain JSON that each process passed, in order.
+
+    Every process must call it at the same place.
+    """
+    if not several():
+        return [values]
+    own = json.dumps(values).encode()
+    sizes = multihost_utils.process_allgather(np.int32(len(own)))
+    return [json.loads(text) for text in gather_bytes(own.ljust(int(sizes.max())))]
 
 
 class Largest:
