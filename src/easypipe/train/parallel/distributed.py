@@ -26,7 +26,6 @@ from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError, EasypipeError, StallError, require
 from easypipe.core.random import draw_seed
 from easypipe.core.values import Arguments, Json
-from easypipe.loader.placement import gather_bytes
 from easypipe.train.parallel.config import DistributedConfig
 
 logger = logging.getLogger("easypipe")
@@ -208,7 +207,9 @@ def of_every_process(values: Json) -> list[Json]:
         return [values]
     own = json.dumps(values).encode()
     sizes = multihost_utils.process_allgather(np.int32(len(own)))
-    return [json.loads(text) for text in gather_bytes(own.ljust(int(sizes.max())))]
+    padded = np.frombuffer(own.ljust(int(sizes.max())), np.uint8)
+    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(text.tobytes()) for text in gathered.reshape(jax.process_count(), -1)]
 
 
 class Largest:
