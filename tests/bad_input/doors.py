@@ -216,7 +216,7 @@ SIZES = [
     run_config("a mesh of three", "train.mesh … does not fit 1 cpu", train={"mesh": {"data": 3}}),
     run_config(
         "an output that is a file",
-        "data.jsonl: cannot be written",
+        "data.jsonl is a file",
         train={"output_dir": "data.jsonl"},
     ),
 ]
