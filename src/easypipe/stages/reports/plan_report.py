@@ -489,10 +489,13 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
             "raise its weight, give more steps, or leave it out",
         ),
         (
-            d.never_drawn and d.documents_dropped,
+            d.documents_dropped and not d.tokens_placed,
             f"no document of {d.name} has a place in this run: all that are drawn are dropped",
         ),
-        (d.epochs > 1, f"{d.name} is read {d.epochs:.2f} times{each}"),
+        (
+            d.epochs > 1 and (d.tokens_placed or not d.documents_dropped),
+            f"{d.name} is read {d.epochs:.2f} times{each}",
+        ),
         (
             cap is not None and len(mixture.parts) > 1 and d.epochs >= cap,
             f"{d.name} leaves the mixture after {cap} passes (mix.max_epochs), "
