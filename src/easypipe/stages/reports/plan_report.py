@@ -479,6 +479,7 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
     """Returns notes on one dataset."""
     length = None if plan.spec.pack is None else plan.spec.pack.seq_length
     cap = dict(zip(mixture.parts, plan.spec.caps, strict=True))[d.name]
+    gone = d.documents_dropped and not d.tokens_placed
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
     beyond = _length_beyond(mixture.parts[d.name], d)
     each = ", more than once a step: fewer or shorter rows are faster" if d.epochs > steps else ""
@@ -488,14 +489,8 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
             f"{d.name} is never drawn in this run, its share is {d.requested:.3g}: "
             "raise its weight, give more steps, or leave it out",
         ),
-        (
-            d.documents_dropped and not d.tokens_placed,
-            f"no document of {d.name} has a place in this run: all that are drawn are dropped",
-        ),
-        (
-            d.epochs > 1 and (d.tokens_placed or not d.documents_dropped),
-            f"{d.name} is read {d.epochs:.2f} times{each}",
-        ),
+        (gone, f"no document of {d.name} has a place in this run: all that are drawn are dropped"),
+        (d.epochs > 1 and not gone, f"{d.name} is read {d.epochs:.2f} times{each}"),
         (
             cap is not None and len(mixture.parts) > 1 and d.epochs >= cap,
             f"{d.name} leaves the mixture after {cap} passes (mix.max_epochs), "
