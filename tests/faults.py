@@ -1497,6 +1497,16 @@ FAULTS = [
           'isinstance(by, str) and ":" not in by', "isinstance(by, str)"),
     fault("all of a prompt is left out before an answer that asks first", "transforms/chat/turns.py", "tests/transforms/test_trl_shapes.py -k asks_first",
           "if at < len(talk) - request.get(", "if at <= len(talk) - request.get("),
+    fault("a config that the Hub is known not to have is asked for", "transforms/tokenizer/files.py", "tests/transforms/test_tokenizer.py -k known_not",
+          "if known is not None and not isinstance(known, str):", "if False:"),
+    fault("the value of a flag behind the command stays in it", "cli/app.py", "tests/cli/test_told.py -k models_and_keys",
+          "del given[at : at + 1 + values]", "del given[at : at + 1]"),
+    fault("lost lines of metrics.jsonl are not told", "train/trainer.py", "tests/train/test_trainer.py -k lines_that_are_lost",
+          "after_step=step, write=write, digest=self.lines.get(name)", "after_step=step, write=write"),
+    fault("the speakers of pairs cannot be named", "discovery/proposal.py", "tests/stages/test_discover.py -k speakers_of_pairs",
+          'if not found.roles and found.name not in ("sharegpt", "messages"):', 'if found.name not in ("sharegpt", "messages"):'),
+    fault("a row without tokens is refused", "loader/rows/stored.py", "tests/loader/test_stored.py -k no_tokens",
+          'if row.ndim != 1 or (row.size and row.dtype.kind not in "iub"):', 'if row.ndim != 1 or row.dtype.kind not in "iub":'),
 ]
 # fmt: on
 

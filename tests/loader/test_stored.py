@@ -171,6 +171,11 @@ def test_documents_equal_the_slow_way(lengths, masked, labelled, data):
     )
 
 
+def test_a_row_may_have_no_tokens():
+    rows = StoredRows({INPUT_IDS: [[5, 6], []]}, pad_token_id=PAD)
+    assert rows.batch(np.arange(2), 2)[INPUT_IDS].tolist() == [[5, 6], [PAD, PAD]]
+
+
 def test_an_attention_mask_says_where_the_one_segment_lies():
     rows = StoredRows(
         {

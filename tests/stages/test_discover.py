@@ -563,6 +563,17 @@ def test_pairs_without_their_prompt_are_refused(tmp_path: Path, role: str) -> No
         discover(jsonl(tmp_path / "pairs.jsonl", [row] * 3)).propose()
 
 
+def test_speakers_of_pairs_are_named_as_well(tmp_path: Path) -> None:
+    row = {
+        side: [{"role": "user", "content": "hi"}, {"role": "bot", "content": side}]
+        for side in ("chosen", "rejected")
+    }
+    found = discover(jsonl(tmp_path / "pairs.jsonl", [row] * 3))
+    with pytest.raises(ConfigError, match=r"unknown roles: 'bot'"):
+        found.propose()
+    assert found.propose(roles={"bot": "assistant"}).config.prompt is not None
+
+
 def test_who_speaks_is_not_guessed(tmp_path: Path) -> None:
     def talk(first: str, second: str) -> dict[str, Any]:
         return {

@@ -353,6 +353,13 @@ def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
     assert trainer(tmp_path).run().resumed_from == 4
 
 
+def test_lines_that_are_lost_before_a_resume_are_told(copied, caplog):
+    path = copied / "metrics.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[2:]))
+    trainer(copied, steps=14, resume_changes=("train.steps",)).run()
+    assert "metrics.jsonl: damaged: up to step 12 it lacks lines" in caplog.text
+
+
 def test_held_out_batches_without_targets_are_refused(tmp_path):
     with pytest.raises(TrainError, match=r"eval\.held: no label to predict in 1 batches"):
         trainer(tmp_path, steps=3, evals={"held": Arithmetic(1, blank=1)}).run()

@@ -802,6 +802,26 @@ def test_a_hub_name_is_downloaded_with_its_config(monkeypatch: pytest.MonkeyPatc
     assert tokenizer.fingerprint == small_tokenizer().fingerprint
 
 
+def test_a_config_that_the_hub_is_known_not_to_have_is_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def cached(_: str, name: str, **__: object) -> str:
+        if name == "tokenizer.json":
+            return str(small_tokenizer_folder() / name)
+        raise errors.LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", cached)
+    monkeypatch.setattr(
+        huggingface_hub,
+        "try_to_load_from_cache",
+        lambda *_: huggingface_hub._CACHED_NO_EXIST,  # pyright: ignore[reportPrivateUsage]
+    )
+    assert load_tokenizer("someone/small").origin == "hub:someone/small"
+
+
 def declared(tmp_path: Path, options: dict) -> Tokenizer:
     """The small tokenizer with what tokenizer_config.json declares of it."""
     shutil.copytree(small_tokenizer_folder(), tmp_path / "t")

@@ -181,7 +181,7 @@ def _stored_rows(
     return StoredRows(
         source,
         seq_length=None if info is None else info.seq_length,
-        pad_token_id=0 if info is None or info.pad_token_id is None else info.pad_token_id,
+        pad_token_id=0 if info is None else info.pad_token_id or 0,
         num_epochs=num_epochs,
         tokenizer_fingerprint="" if info is None else info.tokenizer_fingerprint,
         aligned=aligned_columns(name, source, context),
