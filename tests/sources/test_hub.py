@@ -442,6 +442,17 @@ NAMES = [
             ["data/extra-00000-of-00001.parquet"],
         ),
         (["train1.csv", "test.csv"], {}, {}, ["train1.csv"]),
+        (
+            ["a.csv", "b.csv"],
+            {
+                "configs": [
+                    {"config_name": "a", "data_files": "a.csv"},
+                    {"config_name": "default", "data_files": "b.csv"},
+                ]
+            },
+            {},
+            ["b.csv"],
+        ),
     ],
 )
 def test_layouts(names: list[str], card: dict, options: dict, chosen: list[str]) -> None:

@@ -169,6 +169,10 @@ def test_the_fingerprint_tells_order_and_bits() -> None:
         for v in (values, swapped, nudged, values.T, values.astype(jnp.bfloat16))
     ]
     assert len(set(seen)) == 5
+    for i in range(values.size):  # the sign of each number
+        turned = values.copy()
+        turned.view(np.uint32).flat[i] ^= np.uint32(1 << 31)
+        assert fingerprint({"w": jnp.asarray(turned)})["w"] != seen[0]
 
 
 def trainer(folder: Path, model: object = SHAPE, **changes: object) -> Trainer:

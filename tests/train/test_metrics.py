@@ -32,6 +32,15 @@ def test_a_float32_reads_back_bit_for_bit(value):
     )
 
 
+def test_the_first_and_the_last_record_are_known(tmp_path):
+    for write in (True, False):
+        with MetricsFile(tmp_path / "m.jsonl", after_step=0, write=write) as file:
+            assert (file.first, file.last) == (None, None)
+            for step in (1, 2, 3):
+                file.append({"step": step, "loss": 1.0})
+            assert (file.first["step"], file.last["step"]) == (1, 3)
+
+
 def test_opening_cuts_to_the_step_gone_on_from(tmp_path):
     path = written(tmp_path / "metrics.jsonl", range(1, 8))
     file = MetricsFile(path, after_step=4)

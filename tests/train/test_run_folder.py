@@ -123,6 +123,10 @@ def test_other_versions_are_added_and_the_same_are_not(folder, tmp_path):
         (0, "0.1"),
         (4, version("jax")),
     ]
+    # the run goes back to where they began
+    write_kept(path, [first, first | {"from_step": 4, "jax": "0.2"}])
+    write_versions(tmp_path, 4)
+    assert [one["from_step"] for one in read_kept(path)] == [0]
 
 
 def test_whatever_has_a_say_in_the_numbers_begins_an_entry_of_versions(tmp_path):

@@ -417,9 +417,8 @@ def test_what_a_function_does_wrong_is_that_row_s() -> None:
         batched=True,
         version="1",
     )
-    assert [
-        r.row for r in TransformedSource(below, batched, on_error="skip").scan(0, 0, 3).rejects
-    ] == [1]
+    found = TransformedSource(below, batched, on_error="skip").scan(0, 0, 3)
+    assert [(r.row, r.reason, r.benign) for r in found.rejects] == [(1, "map_failed", False)]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,9 @@ def test_the_eos_token_follows_where_it_is_asked_for_and_is_never_doubled() -> N
     assert one(tokenizer, "the quick", [[0, 3]], TRAINED_END)[1][-1] == 1
     assert one(tokenizer, "the quick", [[0, 9]], MASKED_END)[1][-1] == 0
     assert one(tokenizer, "the quick<|im_end|>", [[0, 9]], TRAINED_END)[0] == [*plain, eos]
+    for end, last in ((NO_END, 1), (MASKED_END, 0), (TRAINED_END, 1)):  # the text's own
+        found = one(tokenizer, "the quick<|im_end|>", [[0, 19]], end, raw=True)
+        assert found == ([*plain, eos], [*[1] * len(plain), last])
 
 
 @needs_shared
