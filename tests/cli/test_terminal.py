@@ -336,19 +336,19 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_progress_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line every half minute, of training with the time to go."""
+    """A line every half minute and of the last step, of training with the time to go."""
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
     screen = io.StringIO()
     monkeypatch.setattr(show, "console", lambda: Terminal(file=screen, width=400))
     record = {"loss": 1.0}
     with show.training() as heard:
-        for step in range(1, 11):
-            heard(TrainEvent(kind="step", step=step, steps=1000, record=record))
+        for step in range(1, 12):
+            heard(TrainEvent(kind="step", step=step, steps=11, record=record))
     said = screen.getvalue().splitlines()
-    assert [line.split()[:2] for line in said] == [["step", step] for step in ("1", "4", "7", "10")]
-    assert "steps/s" in said[-1]
-    assert "to go" in said[-1]
+    assert [line.split()[:2] for line in said] == [["step", n] for n in ("1", "4", "7", "10", "11")]
+    assert "steps/s" in said[-2]
+    assert "to go" in said[-2]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -113,8 +114,25 @@ def test_encoded_rows_are_kept_where_asked() -> None:
         dataset = PreprocessedDataset(ROWS, counting, cache_enabled=cache_enabled)
         for i in (0, 1, 0, 1):
             assert dataset[i]["input_ids"].size
-        assert all(dataset.select([1, 2])[i]["input_ids"].size for i in (0, 1))
+        chosen = dataset.select([1, 2])
+        made = [chosen[i]["input_ids"].tolist() for i in (0, 1)]
         assert counting.encoded == encoded
+        assert made == [dataset[i]["input_ids"].tolist() for i in (1, 2)]
+
+
+def test_the_rows_of_a_stream_are_told_the_pass(engine: PromptEngine) -> None:
+    class Passes:
+        epoch = 0
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter(ROWS[self.epoch :])
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    stream = StreamingPreprocessedDataset(Passes(), engine)
+    stream.set_epoch(2)
+    assert len(list(stream)) == len(ROWS) - 2
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -19,6 +19,7 @@ from easypipe.cache import admin as cache_admin
 from easypipe.cache.admin import clear_cache, list_cache
 from easypipe.cache.folder import RemoteFolder
 from easypipe.cli import main
+from easypipe.cli.cache import _age
 from easypipe.core import locks
 from easypipe.save.verify import verify
 from pipelines import config
@@ -100,6 +101,11 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "old",
         "new",
     }
+
+
+def test_an_age_has_its_largest_unit() -> None:
+    ages = {59: "59 s", 60: "1 min", 3599: "60 min", 3600: "1 h", 86_400: "1 d", 864_000: "10 d"}
+    assert {seconds: _age(seconds) for seconds in ages} == ages
 
 
 def test_clear_removes_everything_and_a_dry_run_nothing(

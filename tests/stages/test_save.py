@@ -48,7 +48,7 @@ from easypipe import (
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import digest
-from easypipe.core.protocols import Shard
+from easypipe.core.protocols import ProgressEvent, Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS, schema_text
 from easypipe.jobs import chain as chain_of
 from easypipe.save import sizes
@@ -63,6 +63,8 @@ from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from easypipe.stages.mix.mixture import PlannedSource
 from easypipe.stages.source.interleave import block_mixture_interleave
+from easypipe.transforms.columns.base import TransformedSource
+from easypipe.transforms.columns.functions import Filter
 from pipelines import config, jsonl, texts, tokenizer
 from stores import SECRET, Store
 from strategies import examples
@@ -89,10 +91,14 @@ def table(source: object) -> pa.Table:
 
 
 def test_rows_that_become_larger_are_not_written_at_once() -> None:
-    given = pa.table({"text": ["a"] * 300 + ["b" * 20_000] * 4000})
-    found = [batch for batch, _ in sizes.batches(InMemoryShardedSource(given), 0, 4300)]
-    assert max(batch.nbytes for batch in found) < 4 * sizes.BATCH_BYTES
-    assert pa.Table.from_batches(found)["text"].to_pylist() == given["text"].to_pylist()
+    given = pa.table({"text": ["bad"] + ["a"] * 300 + ["b" * 20_000] * 4000})
+    test = Filter(lambda row: row["text"] != "bad" or None, version="1")
+    source = TransformedSource(InMemoryShardedSource(given), test, on_error="skip")
+    found = list(sizes.batches(source, 0, 4301))
+    assert max(one.batch.nbytes for one in found) < 4 * sizes.BATCH_BYTES
+    texts = pa.Table.from_batches([one.batch for one in found])["text"]
+    assert texts.to_pylist() == given["text"].to_pylist()[1:]
+    assert [reject.row for one in found for reject in one.rejects] == [0]
 
 
 @pytest.mark.parametrize(("kind", "codec"), EVERY)
@@ -153,8 +159,11 @@ def test_text_can_be_saved_as_it_is(tmp_path: Path) -> None:
         SaveStageConfig(output_dir=tmp_path / "out", num_shards=2),
     )
     for resumed in (0, 1):
-        report = Pipeline(config(tmp_path, datasets=[dataset])).source().save(save).build()
+        events: list[ProgressEvent] = []
+        pipeline = Pipeline(config(tmp_path, datasets=[dataset]), progress=events.append)
+        report = pipeline.source().save(save).build()
         assert report.folders[0].resumed_shards == resumed
+        assert [one.done for one in events if one.stage == "save"][-2:] == [6, 6]
         assert report.ledger.find("save", "x", "rows").into == {"read": 6}
         assert report.ledger.find("save", "x", "rows").out == {
             "saved": 3,

@@ -19,19 +19,24 @@ import pytest
 import yaml
 
 from easypipe import ConfigError, MissingFileError, Pipeline, StorageError
+from easypipe.cache.config import CacheConfig
 from easypipe.cache.reader import TokenCache
 from easypipe.cache.repair import aside
 from easypipe.cache.verify import wrong_content
 from easypipe.cache.writer import CacheWriter
 from easypipe.cli import main
+from easypipe.cli.verify import _options_for
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import to_dict
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.storage import TEMPORARY
 from easypipe.jobs import repair_as_made
+from easypipe.save.config import SaveStageConfig
 from easypipe.save.saved import MANIFEST
 from easypipe.save.verify import verify
+from easypipe.stages.config import PipelineConfig
+from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.columns.functions import Filter
 from pipelines import config, jsonl, tokenizer
 from stores import Store
@@ -248,6 +253,18 @@ def test_one_saved_dataset_in_a_bucket_is_read_with_the_options_of_save(
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": made}))
     for path in (url, f"{url}/code"):
         assert main(["verify", path, str(tmp_path / "run.yaml")]) == 0
+
+
+def test_a_cache_below_a_saved_folder_is_read_with_the_options_of_the_cache() -> None:
+    own, saves = {"key": "cache"}, {"key": "save"}
+    data = PipelineConfig(
+        datasets=(DatasetConfig(data_files="a.txt"),),
+        cache_dir="s3://b/out/cache",
+        cache=CacheConfig(storage_options=own),
+        save=SaveStageConfig(output_dir="s3://b/out", storage_options=saves),
+    )
+    for path, options in (("s3://b/out/cache", own), ("s3://b/out", saves), ("s3://b/a", own)):
+        assert _options_for(path, data) == options
 
 
 def test_a_saved_folder_in_a_bucket_is_repaired(tmp_path: Path, store: Store) -> None:

@@ -273,6 +273,14 @@ def test_each_loss_has_the_formula_of_trl_in_float64(loss: PreferenceLoss) -> No
     np.testing.assert_allclose(found, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("loss", sorted(WITHOUT_REFERENCE))
+def test_a_certain_answer_has_a_gradient(loss: PreferenceLoss) -> None:
+    config = PreferenceConfig(loss=loss)
+    of = lambda c, r: LOSSES[loss](Pairs(c, r, jnp.float32(2), jnp.float32(3)), config)  # noqa: E731
+    for sums in ((0.0, -3.0), (-3.0, 0.0), (0.0, 0.0)):
+        assert np.isfinite(jax.grad(of, (0, 1))(*map(jnp.float32, sums))).all()
+
+
 @pytest.mark.parametrize("loss", ["ipo", "orpo", "simpo"])
 def test_losses_of_means_are_those_of_the_pairs_of_a_batch(loss: PreferenceLoss) -> None:
     """Rows have padding, whose gradient is none."""
