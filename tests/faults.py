@@ -1543,6 +1543,21 @@ FAULTS = [
           "range(0, longest - 1, PIECE)", "range(0, longest - 2, PIECE)"),
     fault("a stop string that the first new token completes ends a row later", "train/model/generate.py", "tests/train/test_generate.py -k stop_string",
           "max(0, len(row) - fresh) + 1,", "max(0, len(row) - fresh) + 2,"),
+    fault("the options of the input are not those of the output", "jobs.py", "tests/stages/test_save.py -k options_of_the_input",
+          "written = storage_options if output_storage_options is None else output_storage_options",
+          "written = output_storage_options"),
+    fault("a claim goes before what it replaces", "save/folder.py", "tests/stages/test_save.py -k claim_goes_last",
+          "[*self.replaces, RUN, RECORDS]",
+          "[RUN, *self.replaces, RECORDS]"),
+    fault("a ledger may lose rows", "save/verify.py", "tests/stages/test_verify.py -k add_up",
+          'if sum(entry["in"].values()) != sum(entry["out"].values())',
+          'if sum(entry["in"].values()) < sum(entry["out"].values())'),
+    fault("changes stand in the order in which they were learnt", "train/record.py", "tests/train/test_run_folder.py -k only_the_loader",
+          'sorted(kept, key=lambda one: one["step"])',
+          "kept"),
+    fault("datasets without names are counted from 0", "train/record.py", "tests/train/test_run_folder.py -k without_names",
+          "enumerate(given, start=1)",
+          "enumerate(given)"),
 ]
 # fmt: on
 

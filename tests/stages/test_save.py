@@ -296,6 +296,25 @@ def test_the_old_run_stays_readable_until_the_new_one_is_complete(tmp_path: Path
     assert sum(path.suffix == ".parquet" for path in out.iterdir()) == 2
 
 
+def test_a_claim_goes_last_so_that_a_killed_run_is_tidied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, remove = tmp_path / "out", storage.remove
+    packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=3)).build()
+
+    def killed(path: str, options: object = None) -> None:
+        remove(path, options)
+        raise Killed
+
+    save = SaveStageConfig(output_dir=out, num_shards=2, overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "remove", killed)
+        with pytest.raises(Killed):
+            packed(tmp_path).save(save).build()
+    packed(tmp_path).save(save).build()
+    assert len(list(out.glob("*.parquet"))) == 2
+
+
 def test_what_another_run_left_unfinished_goes_where_one_overwrites_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
@@ -1169,6 +1188,14 @@ def test_what_is_saved_is_not_tokenized_twice(
         ).build()
     assert "dataset code: holds input_ids already, tokenize() leaves it as it is" in caplog.text
     assert not [event for event in events if event.stage == "tokenize"]
+
+
+def test_options_of_the_input_are_those_of_the_output_too(tmp_path: Path, store: Store) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("one\ntwo\n")
+    url = f"{store.new()}/out"
+    tokenize_and_save(path, tokenizer(), url, cache_dir=tmp_path, storage_options=store.options)
+    assert load_saved(url, store.options).manifest.num_rows == 2
 
 
 def test_tokenize_and_save_takes_the_options_of_its_stages(tmp_path: Path) -> None:

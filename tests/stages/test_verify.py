@@ -255,6 +255,20 @@ def test_one_saved_dataset_in_a_bucket_is_read_with_the_options_of_save(
         assert main(["verify", path, str(tmp_path / "run.yaml")]) == 0
 
 
+@pytest.mark.parametrize("side", ["in", "out"])
+def test_a_ledger_that_does_not_add_up_is_a_problem(tmp_path: Path, side: str) -> None:
+    out = tmp_path / "out"
+    made = values(tmp_path, mix=None, pack=None, save={"output_dir": str(out)})
+    Pipeline.from_config(made).source().save().build()
+    path = out / "code" / MANIFEST
+    manifest = read_checked(path)
+    counts = manifest["ledger"]["entries"][0][side]
+    counts[next(iter(counts))] += 1
+    commit_checked(path, manifest)
+    [found] = verify(out / "code")
+    assert "its ledger does not add up" in str(found.problems[0])
+
+
 def test_a_cache_below_a_saved_folder_is_read_with_the_options_of_the_cache() -> None:
     own, saves = {"key": "cache"}, {"key": "save"}
     data = PipelineConfig(

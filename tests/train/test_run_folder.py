@@ -35,7 +35,15 @@ from easypipe.train.config import (
 from easypipe.train.events import TrainEvent, TrainListener, null_listener
 from easypipe.train.losses.loss import RECORDED
 from easypipe.train.parallel.mesh import make_mesh
-from easypipe.train.record import check_record, read_kept, write_changes, write_kept, write_versions
+from easypipe.train.record import (
+    check_record,
+    read_changes,
+    read_kept,
+    recorded_datasets,
+    write_changes,
+    write_kept,
+    write_versions,
+)
 from easypipe.train.report.page import page, write_report
 from easypipe.train.report.pictures import MIXTURE, PLOTS
 from easypipe.train.trainer import Trainer
@@ -127,6 +135,18 @@ def test_other_versions_are_added_and_the_same_are_not(folder, tmp_path):
     write_kept(path, [first, first | {"from_step": 4, "jax": "0.2"}])
     write_versions(tmp_path, 4)
     assert [one["from_step"] for one in read_kept(path)] == [0]
+
+
+def test_datasets_without_names_are_numbered(tmp_path):
+    assert recorded_datasets(tmp_path) == []
+    (tmp_path / "run.yaml").write_text("data: {datasets: [{name: a}, {}, {name: null}]}")
+    assert recorded_datasets(tmp_path) == ["a", "dataset2", "dataset3"]
+
+
+def test_changes_that_only_the_loader_knows_come_in_their_place(tmp_path):
+    change = {"row": 40, "changed": {"data.seed": "was 1, is 2"}, "before": None}
+    write_changes(tmp_path, 10, change, [{"batch": 3, "row": 12, "plan": "a"}])
+    assert [one["step"] for one in read_changes(tmp_path)] == [3, 10]
 
 
 def test_whatever_has_a_say_in_the_numbers_begins_an_entry_of_versions(tmp_path):
