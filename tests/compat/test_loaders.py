@@ -159,6 +159,9 @@ def test_a_rank_resumes_and_its_state_is_every_ranks():
     next(iter(first))
     second.restore(first.state().to_json())
     assert_same_batches(second, wanted[1:])
+    more = loader(Images(40), batch_size=3, shuffle=True, rank=0, world_size=4)
+    with pytest.raises(StateError, match="plan changed .*: world_size was 2, is 4"):
+        more.restore(first.state())
 
 
 def test_only_the_rows_of_a_batch_are_read():

@@ -383,6 +383,36 @@ def test_an_error_in_one_process_ends_all_at_once_and_is_said_in_all(fails, how,
     assert "has failed" not in said[fails]
 
 
+KILLED = """
+import os, signal, sys, time
+from easypipe.cli import app, main
+from easypipe.train import initialize
+from easypipe.train.parallel.config import DistributedConfig
+from jax.experimental import multihost_utils
+_, address, rank = sys.argv
+initialize(DistributedConfig(coordinator_address=address, num_processes=2, process_id=int(rank)))
+def command(*_, **__):
+    for i in range(99):
+        multihost_utils.sync_global_devices(str(i))
+        if rank == "1" and i == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+app.app = command
+sys.exit(main([]))
+"""
+
+
+def test_the_command_line_says_that_another_process_was_lost():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", KILLED, f"127.0.0.1:{free_port()}"]
+    left, _ = [
+        forked.Popen([*command, str(i)], env=environment, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    said = left.communicate(timeout=90)[1]
+    assert (left.returncode, "a bug in easypipe" in said) == (1, False), said
+    assert "another process of the run has ended or cannot be reached: see what it" in said
+
+
 STOPS = """
 import sys, time
 from easypipe.train import initialize

@@ -184,9 +184,18 @@ def run(arguments: Sequence[str] | None) -> int:
         return code
 
 
+def _has_others() -> bool:
+    """Returns whether the run has more processes than this one."""
+    if "easypipe.train.parallel.distributed" not in sys.modules:
+        return False
+    from easypipe.train.parallel.distributed import several
+
+    return several()
+
+
 def _end_others(code: int, error: BaseException) -> None:
     """Ends the other processes of a multi-process run, which cannot go on without this one."""
-    if "easypipe.train.parallel.distributed" in sys.modules:
+    if _has_others():
         from easypipe.train.parallel.distributed import leave
 
         leave(code, error)
@@ -224,6 +233,13 @@ def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
     device = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
     if isinstance(error, MemoryError) or device:
         _say("memory ran out. Give the process more, or less to do at a time.")
+        return 1
+    if re.search(r"\bGloo\b|\bNCCL\b|UNAVAILABLE|heartbeat", str(error)) and _has_others():
+        _say(
+            "another process of the run has ended or cannot be reached: see what it printed, then "
+            "run the same command in all of them again: they continue from the last checkpoint. "
+            f"({str(error).splitlines()[0]})"
+        )
         return 1
     _say(
         f"{type(error).__name__}: {error}. This is a bug in easypipe; run again with "

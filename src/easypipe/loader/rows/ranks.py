@@ -146,6 +146,10 @@ class RankRows(DerivedRows):
         # all ranks have one identity: any of them may save the state
         return {**below, "plan": digest("ranks", below["plan"], self._step, self._even)}
 
+    @property
+    def words(self) -> Json:
+        return {**self.below.words, "world_size": self._step}
+
     def _own(self, total: int) -> int:
         return (total + (0 if self._even else self._step - 1 - self._rank)) // self._step
 
