@@ -407,6 +407,8 @@ def test_the_shuffle_buffer_permutes_within_its_blocks():
         b[INPUT_IDS].tobytes() for b in loader(batch_size=1, shuffle_buffer_size=8, seed=1)
     ]
     assert plain == [b[INPUT_IDS].tobytes() for b in loader(batch_size=1, shuffle_buffer_size=1)]
+    seeded = loader(batch_size=4, shuffle_buffer_size=8, seed=7)
+    assert_same_batches(seeded, seeded.copy())
 
 
 # Rows that are documents

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,13 @@ import pyarrow.compute as pc
 import pytest
 import yaml
 
-from easypipe import ConfigError, MissingFileError, Pipeline, StorageError
+from easypipe import (
+    ConfigError,
+    MissingFileError,
+    Pipeline,
+    StorageError,
+    tokenize_and_save,
+)
 from easypipe.cache.config import CacheConfig
 from easypipe.cache.reader import TokenCache
 from easypipe.cache.repair import aside
@@ -356,6 +363,17 @@ def test_a_repair_that_fails_in_a_bucket_leaves_everything(
     assert s3.files(url) == before
     monkeypatch.undo()
     assert all(one.ok for one in chain.repair(url)), "though the chain has had it open"
+
+
+def test_a_tokenizer_that_is_gone_is_noted_of_what_was_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(tokenizer(), tmp_path / "own")
+    texts = jsonl(tmp_path / "texts.jsonl", [{"text": "a b c"}] * 9)
+    tokenize_and_save(texts, str(own), tmp_path / "out")
+    shutil.rmtree(own)
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert "  note: the tokenizer is not here" in capsys.readouterr().out
 
 
 def test_another_tokenizer_under_the_same_name(tmp_path: Path) -> None:

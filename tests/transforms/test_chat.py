@@ -1065,6 +1065,21 @@ def test_a_worker_that_the_system_ended_while_it_was_idle_is_replaced() -> None:
     assert one.render([row]) == [first]
 
 
+def test_arguments_that_a_template_quotes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    source = "{% for m in messages %}<|start|>{{ (m.tool_calls or m) | tojson }}<|end|>{% endfor %}"
+    asked, said = talk("Hi", "x")
+
+    def told(arguments: Any) -> str:
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        messages = [asked, {**said, "content": None, "tool_calls": [call]}]
+        made = render(source, messages, closers=TOOL_CLOSERS, origin="quotes.jinja")
+        assert isinstance(made, Rendered), made
+        return caplog.text
+
+    assert told({"city": "Oslo"}) == ""
+    assert "writes the arguments of tool calls, which rows hold as JSON" in told('{"city": "Oslo"}')
+
+
 def test_tool_use_templates_serve_rows_with_tools() -> None:
     both = template(
         "plain {{ messages[0].content }}<|im_end|>",

@@ -44,6 +44,7 @@ ADDED: Mapping[str, Json] = {
     "reasoning": "keep",
     "end_tokens": (),
 }
+_TEXT_ARGUMENTS = '"arguments": "{\\"'  # an object that was JSON text, written as JSON once more
 OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read other files
 
 
@@ -121,7 +122,10 @@ class ChatTemplate:
             StallError: A worker hangs.
         """
         spec = {**self._spec, "reader": asdict(reader or MessageReader())}
-        return answers_of(spec, rows, self.origin)
+        answers = answers_of(spec, rows, self.origin)
+        if any(_TEXT_ARGUMENTS in one.text for one in answers if isinstance(one, Rendered)):
+            _warn_text_arguments(self.origin)
+        return answers
 
     def prompts(self, rows: Sequence[Asked | Refused]) -> list[str | Refused]:
         """Writes conversations as texts that open an assistant's answer; like `render`."""
@@ -205,6 +209,17 @@ def _warn_endless(origin: str, tokenizer: str, end: str) -> None:
         origin,
         end,
         tokenizer,
+    )
+
+
+@functools.cache
+def _warn_text_arguments(origin: str) -> None:
+    """Warns, once, about a template that quotes the arguments of tool calls."""
+    log.warning(
+        "%s: writes the arguments of tool calls, which rows hold as JSON text, as quoted text: "
+        '"arguments": "{\\"...". A model trained on it writes text in place of an object. Store '
+        "arguments as objects in the rows.",
+        origin,
     )
 
 
