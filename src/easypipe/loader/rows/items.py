@@ -148,15 +148,21 @@ class ItemRows(_Unsized, RepeatedRows):
 
     def batch(self, rows: Int64, width: int) -> Any:
         shown = rows[rows >= 0] if rows.max() >= 0 else np.zeros(1, np.int64)
-        items = []
+        items, numbers = [], self.numbers(shown).tolist()
         # each read calls the user's own code, row by row
-        for number in self.numbers(shown).tolist():
+        for number in numbers:
             try:
                 items.append(self._dataset[number])
             except Exception as error:
                 error.add_note(f"{self._name}: row {number}")
                 raise
-        return self._collated(items, rows, shown)
+        try:
+            return self._collated(items, rows, shown)
+        except Exception as error:
+            error.add_note(
+                f"{self._name}: the rows of the batch are {', '.join(map(str, numbers))}"
+            )
+            raise
 
     def numbers(self, rows: Int64) -> Int64:
         """Returns which rows of the dataset are at these rows of the run."""
