@@ -440,7 +440,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text('{"text": "a"}\nnot json\n{"text": "b"}\n')
     [part] = discover(tmp_path / "some.jsonl").parts
     assert len(part.sample) == 2
-    assert any("1 of the first 64 rows are bad; row 1: unparsable" in note for note in part.notes)
+    assert any("1 of the first 3 rows are bad; row 1: unparsable" in note for note in part.notes)
     for options, message in (
         ({"subset": "x"}, "only to datasets of the Hub"),
         ({"sample_rows": -1}, "Give 0 or more"),

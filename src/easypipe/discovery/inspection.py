@@ -259,8 +259,9 @@ def _first_rows(source: ShardedSource, count: int) -> tuple[list[Row], list[str]
     kept = data_columns(batch.schema)
     bad = list(bad_of(rejects))
     name = source.shards[0].name
+    seen = batch.num_rows + len(bad)
     notes = [
-        f"{name}: {len(bad)} of the first {count} rows are bad; row {first.row}: {first.reason}, "
+        f"{name}: {len(bad)} of the first {seen} rows are bad; row {first.row}: {first.reason}, "
         f"{first.detail}"
         for first in bad[:1]
     ]
