@@ -547,6 +547,23 @@ def test_tokens_with_a_loss_mask(tmp_path: Path) -> None:
     assert_exact_resume(lambda: build(tmp_path, **options), 3)
 
 
+def test_one_stream_of_two_has_a_loss_mask(tmp_path: Path) -> None:
+    masked = [{INPUT_IDS: [5, 6, 7], LOSS_MASK: [0, 0, 1]}]
+    plain = [{INPUT_IDS: [8, 9, 10]}] * 40
+    loader = build(
+        tmp_path,
+        datasets=(
+            DatasetConfig(name="masked", data_files=masked),
+            DatasetConfig(name="plain", data_files=plain),
+        ),
+        mix={"stop_strategy": "all_exhausted"},
+        num_streams=2,
+    )
+    trained = np.concatenate([batch[LABELS].reshape(-1) for batch in loader])
+    assert 7 in trained
+    assert 6 not in trained
+
+
 def test_a_thousandth_of_the_texts_is_encoded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
