@@ -1570,6 +1570,8 @@ FAULTS = [
           "str(error)) and _has_others():", "str(error)) and not _has_others():"),
     fault("a stream without masks hides those of others", "loader/streams/rows.py", "tests/loader/test_streaming.py -k one_stream_of_two",
           "return any(made.masked for", "return all(made.masked for"),
+    fault("the model's tokenizer replaces the one of the stage", "jobs.py", "tests/train/test_finetune.py -k stage_names",
+          "data.tokenize is not None and data.tokenize.default_tokenizer is not None", "False"),
 ]
 # fmt: on
 

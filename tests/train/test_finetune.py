@@ -31,6 +31,8 @@ from easypipe import (
     train_bpe,
 )
 from easypipe.cli.app import run as command
+from easypipe.core.config import from_dict
+from easypipe.jobs import with_tokenizer_of
 from easypipe.train import load_pretrained
 from easypipe.train.finished import load_trained
 from easypipe.train.model.lora import merge_lora
@@ -329,6 +331,12 @@ def test_a_config_names_a_model_and_its_tokenizer_is_taken(
     assert "train.lora.ranc: unknown key" in capsys.readouterr().err
     assert command(["train", str(tmp_path / "run.yaml"), "--set", "model.hidden_size=4"]) == 2
     assert "model.hidden_size: unknown key" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_the_stage_names_is_kept(model: Path) -> None:
+    for named in ({"default_tokenizer": "own"}, {"tokenize": {"default_tokenizer": "own"}}):
+        data = from_dict(PipelineConfig, {"datasets": [{"data_files": "a.txt"}], **named})
+        assert with_tokenizer_of(data, PretrainedConfig(pretrained=str(model))) is data
 
 
 @pytest.mark.parametrize(
