@@ -257,9 +257,10 @@ def test_errors_of_a_dataset_name_the_row():
     def refuse(rows: object) -> None:
         raise RuntimeError("row 1 of the batch: a bad pixel")
 
-    with pytest.raises(RuntimeError, match="a bad pixel") as error:
-        list(loader(collate_fn=refuse, batch_size=3))
-    assert "dataset1: the rows of the batch are 0, 1, 2" in error.value.__notes__
+    for data in (Images(), Stream(9)):
+        with pytest.raises(RuntimeError, match="a bad pixel") as error:
+            list(loader(data, collate_fn=refuse, batch_size=3))
+        assert "dataset1: the rows of the batch are 0, 1, 2" in error.value.__notes__
     with pytest.raises(ConfigError, match="they cannot be inspected"):
         next(iter(loader().map_rows(lambda columns, key: None, version="1")))
 

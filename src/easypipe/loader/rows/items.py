@@ -56,6 +56,10 @@ class _Unsized(NumberedRows):
     _seed: int
     _name: str
 
+    def numbers(self, rows: Int64) -> Int64:
+        """Returns which rows of the dataset are at these rows of the run."""
+        return rows
+
     def lengths(self, rows: Int64) -> Int32:
         return np.zeros(len(rows), np.int32)
 
@@ -76,16 +80,18 @@ class _Unsized(NumberedRows):
         """Returns the batch of `items`, which are rows `shown`: the real ones among `rows`.
 
         Rows of -1 come last and are filled with padding. If all are, `shown` is any row: it has the
-        columns.
+        columns. An error of the collator gets a note with the rows' numbers in the dataset.
         """
-        if not (isinstance(self._collate, KeyedCollator) and self._collate.draws):
-            batch = self._collate(items)
-        else:
+        keys: dict[str, list[int]] = {}
+        if isinstance(self._collate, KeyedCollator) and self._collate.draws:
             pairs = zip(self.epochs(shown).tolist(), shown.tolist(), strict=True)
-            batch = self._collate(
-                items,
-                keys=[fold(self._seed, "row", self._name, epoch, row) for epoch, row in pairs],
-            )
+            keys["keys"] = [fold(self._seed, "row", self._name, epoch, row) for epoch, row in pairs]
+        try:
+            batch = self._collate(items, **keys)
+        except Exception as error:
+            numbers = ", ".join(map(str, self.numbers(shown).tolist()))
+            error.add_note(f"{self._name}: the rows of the batch are {numbers}")
+            raise
         real = int(np.count_nonzero(rows >= 0))
         if real == len(rows):
             return batch
@@ -148,24 +154,17 @@ class ItemRows(_Unsized, RepeatedRows):
 
     def batch(self, rows: Int64, width: int) -> Any:
         shown = rows[rows >= 0] if rows.max() >= 0 else np.zeros(1, np.int64)
-        items, numbers = [], self.numbers(shown).tolist()
+        items = []
         # each read calls the user's own code, row by row
-        for number in numbers:
+        for number in self.numbers(shown).tolist():
             try:
                 items.append(self._dataset[number])
             except Exception as error:
                 error.add_note(f"{self._name}: row {number}")
                 raise
-        try:
-            return self._collated(items, rows, shown)
-        except Exception as error:
-            error.add_note(
-                f"{self._name}: the rows of the batch are {', '.join(map(str, numbers))}"
-            )
-            raise
+        return self._collated(items, rows, shown)
 
     def numbers(self, rows: Int64) -> Int64:
-        """Returns which rows of the dataset are at these rows of the run."""
         if not rows.size:
             return rows
         first, size = int(rows.min()), np.array([self._size])
