@@ -281,8 +281,9 @@ def test_restarts_are_kept_and_those_that_were_undone_go(tmp_path: Path) -> None
 
 def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(run(tmp_path, name=name)) for name in ("one", "two")]
-    assert main(["report", *runs, "--out", str(tmp_path / "both.html")]) == 0
-    text = (tmp_path / "both.html").read_text()
+    assert main(["report", *runs]) == 0
+    assert not (tmp_path / "one" / "report.html").exists()  # the page of one run stays
+    text = (tmp_path / "one" / "comparison.html").read_text()
     assert [one["name"] for one in numbers(text)] == ["one", "two"]
     assert "<summary>two</summary>" in text
     older = shutil.copytree(runs[0], tmp_path / "older" / "one")

@@ -25,7 +25,10 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--out", help="The file to write. Default: report.html in the run's folder."
+            "-o",
+            "--out",
+            help="The file to write. Default: report.html in the run's folder; "
+            "comparison.html in the first run's folder for several runs.",
         ),
     ] = None,
     serve: Annotated[

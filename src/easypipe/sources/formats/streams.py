@@ -364,7 +364,7 @@ class _Unpacking:
                 left = engine.unused_data if engine.eof else b""
         except DAMAGED as error:
             raise self.file.error(
-                f"damaged {self._kind} data near byte {self._packed}: {error}",
+                f"damaged {self._kind} data after byte {self._packed}: {error}",
                 "Copy or write the file again.",
             ) from error
         self._packed += len(given) - len(left)

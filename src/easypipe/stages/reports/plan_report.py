@@ -483,6 +483,7 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
     beyond = _length_beyond(mixture.parts[d.name], d)
     each = ", more than once a step: fewer or shorter rows are faster" if d.epochs > steps else ""
+    again = ", counted in each pass" if d.epochs > 1 else ""
     notes = (
         (
             steps and d.never_drawn and not d.documents_dropped,
@@ -499,12 +500,12 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
         (
             d.documents_dropped,
             f"{d.name}: {d.documents_dropped:,} documents of {d.tokens_dropped:,} tokens are "
-            f"longer than {length} and dropped",
+            f"longer than {length} and dropped{again}",
         ),
         (
             d.documents_truncated,
             f"{d.name}: {d.documents_truncated:,} documents are cut at {length}, "
-            f"{d.tokens_truncated:,} tokens are lost",
+            f"{d.tokens_truncated:,} tokens are lost{again}",
         ),
         (
             d.documents_empty,

@@ -40,6 +40,7 @@ log = logging.getLogger("easypipe")
 
 T = TypeVar("T")
 PAGE = "report.html"  # the default file name, in the run's folder
+COMPARISON = "comparison.html"  # that of several runs, in the folder of the first
 MOST_LINES = 200  # lines of a table; the middle of a longer one is left out, with a note
 
 
@@ -50,7 +51,8 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | N
 
     Args:
         folders: The output folder of a run, or several that are compared.
-        out: The file to write; None: report.html in the first folder.
+        out: The file to write; None: report.html in the folder, or comparison.html in the first
+            of several.
 
     Raises:
         ConfigError: No folder is given.
@@ -59,7 +61,8 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | N
     given = [folders] if isinstance(folders, str | Path) else folders
     require(given, "folders", "names no run", "Give the train.output_dir of a run.")
     runs = [Path(os.path.expanduser(folder)) for folder in given]
-    target = runs[0] / PAGE if out is None else Path(os.path.expanduser(out))
+    name = PAGE if len(runs) == 1 else COMPARISON
+    target = runs[0] / name if out is None else Path(os.path.expanduser(out))
     commit_page(target, page(runs))
     return target
 
