@@ -288,7 +288,9 @@ def test_truncated_compressed(tmp_path: Path, ending: str, pack) -> None:
     path = put(tmp_path / f"a.jsonl.{ending}", data[:-200])
     refused(path, f"{{path}}: truncated {ending} data. Copy or write the file again.")
     damaged = data[: len(data) // 2] + bytes(64) + data[len(data) // 2 + 64 :]
-    with pytest.raises(SourceError, match=rf"b\.jsonl\.{ending}: damaged {ending} data after byte "):
+    with pytest.raises(
+        SourceError, match=rf"b\.jsonl\.{ending}: damaged {ending} data after byte "
+    ):
         read_all(open_files(put(tmp_path / f"b.jsonl.{ending}", damaged)))
 
 
