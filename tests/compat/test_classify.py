@@ -285,7 +285,7 @@ def test_labels_may_be_names(tmp_path: Path) -> None:
     assert other.run.model.num_classes == 4
     with pytest.raises(
         SourceError,
-        match=r"data_files, row 0, column 'name': label 'cat' is not one of the classes \(have: ant, "
+        match=r"named\.parquet, row 0, column 'name': label 'cat' is not one of the classes \(have: ant, "
         r"bee\)",
     ):
         classify.inputs_of(config(tmp_path, {**data, "classes": ["ant", "bee"]}))
@@ -495,7 +495,8 @@ def test_the_logits_are_those_of_the_network_that_is_described() -> None:
         ),
         (
             {"train": {"output_dir": "x", "steps": 9, "optimizer": {"warmup_steps": 1}}},
-            "train.steps: 9 steps, but the loader ends after 5",
+            "train.steps: 9 steps, but the loader ends after 5 batches. Give at most 5, or a loader "
+            r"that never ends \(num_epochs: null\)\.",
         ),
         (
             {"train": {"output_dir": "x", "steps": 2, "loss": {"chunk_size": 4}}},
@@ -523,10 +524,16 @@ def test_what_does_not_fit_is_refused_by_its_key(
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0, 1, None, 1], "data_files, row 2, column 'label': there is no label"),
-        ([0, 1, -1, 1], "data_files, row 2, column 'label': label -1 is not one of the classes"),
+        ([0, 1, None, 1], "images.parquet, row 2, column 'label': there is no label"),
+        (
+            [0, 1, -1, 1],
+            "images.parquet, row 2, column 'label': label -1 is not one of the classes",
+        ),
         ([0.5, 1.0, 1.0, 1.0], "data_files, column 'label': holds double, not classes"),
-        ([0, 10**9, 1, 1], "data_files, row 1, column 'label': label 1000000000 is not one of the"),
+        (
+            [0, 10**9, 1, 1],
+            "images.parquet, row 1, column 'label': label 1000000000 is not one of the",
+        ),
     ],
 )
 def test_bad_labels_name_their_row(tmp_path: Path, labels: list[Any], message: str) -> None:
@@ -574,10 +581,14 @@ def test_a_bad_image_names_its_row(tmp_path: Path) -> None:
     ragged = [{"image": [[1, 2], [3]], "label": i % 2} for i in range(4)]
     with pytest.raises(SourceError, match=r"row 0 of the batch: object of shape \(\) is not an"):
         classify.inputs_of(config(tmp_path, {"data_files": ragged}))
+    pq.write_table(
+        pa.table({"image": [b"one"] * 3, "label": [0, 1, 0]}), tmp_path / "before.parquet"
+    )
+    of_file = {"data_files": str(tmp_path / "*.parquet")}
     with pytest.raises(
-        SourceError, match="data_files, row 4, column 'image': the row has no image"
+        SourceError, match=r"images\.parquet, row 4, column 'image': the row has no image"
     ):
-        Images(config(tmp_path).data, "data_files").rows(None)[4]
+        Images(config(tmp_path, of_file).data, "data_files").rows(None)[7]
     known = table(tmp_path / "val.parquet")
     images = [{"image": np.zeros((4, 4), np.uint8).tolist(), "label": i % 2} for i in range(8)]
     with pytest.raises(

@@ -192,6 +192,34 @@ def test_iterations_that_run_together_stay_in_their_pass() -> None:
     assert bits(new) == wanted[1]
 
 
+def test_an_older_iteration_does_not_take_the_state_over_at_the_end_of_its_pass(
+    tmp_path: Path,
+) -> None:
+    loader = streamed(tmp_path, 2)
+    length = length_of(loader)
+    older, newer = iter(loader), iter(loader)
+    seen = bits(itertools.islice(newer, length + 1))  # one batch of the second pass
+    state = loader.state().to_json()
+    assert bits(itertools.islice(older, length + 2))[: length + 1] == seen
+    assert loader.state().to_json() == state
+
+
+def test_next_after_the_end_begins_where_an_iteration_would() -> None:
+    loader = factory()
+    wanted = [bits(loader) for _ in range(2)]
+    loader = factory()
+    next(loader)
+    state = loader.state()
+    loader.restore(state)
+    assert bits([next(loader)]) == wanted[0][1:2]
+    newest = iter(loader)  # so that the end of the own one moves nothing
+    assert bits(loader.__next__() for _ in range(len(loader) - 2)) == wanted[0][2:]
+    with pytest.raises(StopIteration):
+        next(loader)
+    assert bits([next(loader)]) == wanted[0][:1]
+    assert bits([next(newest)]) == wanted[0][1:2]
+
+
 @examples(25)
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_passes_of_any_loader_are_those_of_one_endless_one(

@@ -340,6 +340,13 @@ def test_restoring_late_is_fast():
     assert seconds < 0.2
 
 
+def test_a_state_does_not_depend_on_where_its_loader_was_restored():
+    wanted = [loader().state_at(batch).to_json() for batch in (2, 9, 15)]
+    one = loader()
+    one.restore(one.state_at(9))
+    assert [one.state_at(batch).to_json() for batch in (2, 9, 15)] == wanted
+
+
 # The end
 
 

@@ -96,6 +96,17 @@ def test_nor_on_how_many_processes_share_the_rows(processes):
             np.testing.assert_array_equal(rows.batch(mine, 64)[name], column[mine])
 
 
+def test_rows_of_padding_are_not_transformed():
+    seen = []
+
+    def count(columns, key):
+        seen.append(key)
+
+    rows = StoredRows({INPUT_IDS: np.zeros((7, 4), np.int64)}, num_epochs=2)
+    list(loader(rows=rows, transform=count, batch_size=4, mesh={"data": 1}, drop_last=False))
+    assert len(seen) == len(set(seen)) == 14
+
+
 def test_exact_resume():
     assert_exact_resume(
         lambda: loader(shuffle_buffer_size=7, prefetch_workers=2), len(loader()), hops=[2, 3]

@@ -201,6 +201,25 @@ def test_an_added_eos_is_a_target_where_the_token_before_it_is_one():
     assert batch[LABELS].tolist() == [[6, 7, EOS, IGNORE], [IGNORE] * 4]
 
 
+@pytest.mark.parametrize("target", [0, 1])
+def test_an_added_eos_that_a_cut_leaves_alone_is_one_too(target):
+    cache = MemoryCache([np.array([5, 6, 7])], masks=[np.array([1, 1, target])])
+    rows = plan_rows([cache], seq_length=3, shuffle_packed=False)
+    at_rest = rows.gather(np.arange(2))
+    assert at_rest[INPUT_IDS].tolist() == [[5, 6, 7], [EOS, PAD, PAD]]
+    assert at_rest[LOSS_MASK].tolist() == [[1, 1, target], [target, 0, 0]]
+
+
+def test_the_label_at_the_end_of_a_row_is_no_token_of_an_empty_document():
+    docs = [np.array([5, 6, 7, 8]), np.array([], np.int64), np.array([9])]
+    cache = MemoryCache([*docs, *docs[1:]], parts=1)
+    options = {"strategy": "stream", "joined": True, "eos": None, "shuffle": False}
+    rows = plan_rows([cache], seq_length=4, shuffle_packed=False, **options)
+    batch = rows.batch(np.arange(2), 4)
+    assert batch[INPUT_IDS].tolist() == [[5, 6, 7, 8], [9, 9, PAD, PAD]]
+    assert batch[LABELS].tolist() == [[6, 7, 8, 9], [9, IGNORE, IGNORE, IGNORE]]
+
+
 def test_batches_never_share_memory():
     rows = plan_rows([MemoryCache(some_docs([30] * 50))])
     batches = [rows.batch(np.arange(4), 64) for _ in range(10)]

@@ -100,12 +100,12 @@ def test_packed_rows_come_back_as_they_were(kind):
     assert_rows_well_formed(rows.gather(np.arange(rows.num_rows)), pad_token_id=PAD)
 
 
-@pytest.mark.parametrize("stored", [None, 0.75])
-def test_a_label_behind_the_row_has_its_stored_weight_or_1(stored):
+@pytest.mark.parametrize(("stored", "label"), [(None, 8), (0.75, 8), (0.75, 0)])
+def test_a_label_behind_the_row_has_its_stored_weight_or_1(stored, label):
     table = pa.table(
         {
             INPUT_IDS: pa.array([[5, 6, 7]], pa.list_(pa.int32())),
-            LOOK_AHEAD: pa.array([8], pa.int32()),
+            LOOK_AHEAD: pa.array([label], pa.int32()),
             LOSS_WEIGHTS: pa.array([[0.5, 0.5, 0.25]], pa.list_(pa.float32())),
         }
     )
@@ -113,7 +113,7 @@ def test_a_label_behind_the_row_has_its_stored_weight_or_1(stored):
         table = table.append_column(LOOK_AHEAD_WEIGHT, pa.array([stored], pa.float32()))
     rows = StoredRows(Tables([table]), aligned=[AlignedColumn(name=LOSS_WEIGHTS, dtype="float32")])
     batch = collate(rows.gather(np.array([0])))
-    assert batch[LABELS].tolist() == [[6, 7, 8]]
+    assert batch[LABELS].tolist() == [[6, 7, label]]
     assert batch[LOSS_WEIGHTS].tolist() == [[0.5, 0.25, stored or 1.0]]
 
 

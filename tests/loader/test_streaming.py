@@ -289,6 +289,8 @@ def test_rows_of_a_stream_do_not_depend_on_who_reads_the_others(tmp_path: Path) 
         assert part.rows.own(Share(part._local)) == sorted({row // 4 for row in rows})
         for expected, made in zip(whole, part, strict=False):
             assert all((expected[column][rows] == made[column]).all() for column in expected)
+    # of a batch that streams do not divide, any row may be of any stream
+    assert build(tmp_path, **endless).rows.own(Share({8: np.arange(4), 7: np.arange(3)})) == [0, 1]
 
 
 @pytest.mark.slow

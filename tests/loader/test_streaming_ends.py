@@ -22,7 +22,7 @@ from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.loader import Loader
 from easypipe.loader.streams.feed import Deal, Place, deal
-from easypipe.plan.order import NEVER, given_by, rows_before
+from easypipe.plan.order import NEVER, given_by, known_before, rows_before
 from laws import assert_conserved, assert_exact_resume, assert_same_batch, assert_same_batches
 from strategies import examples
 
@@ -102,6 +102,22 @@ def test_turns_pass_over_those_that_have_ended(ends: list[int], count: int) -> N
     ]
     if len(order) > count:
         assert rows_before(np.array(ends), *order[count]) == count
+
+
+@given(ends=st.lists(st.integers(0, 5), min_size=1, max_size=5), place=st.data())
+@examples(300)
+def test_only_ends_that_move_a_row_are_known_before_it(ends: list[int], place: Any) -> None:
+    """Against the sentence itself: without the end of another stream the row is another one."""
+    stream = place.draw(st.integers(0, len(ends) - 1))
+    row = place.draw(st.integers(0, 6))
+    known, all_ends = known_before(np.array(ends), row, stream), np.array(ends)
+    all_ends[stream] = NEVER
+    for other in range(len(ends)):
+        without = all_ends.copy()
+        without[other] = NEVER
+        moves = rows_before(all_ends, row, stream) != rows_before(without, row, stream)
+        if other != stream:
+            assert known[other] == (ends[other] if moves else NEVER)
 
 
 @given(

@@ -240,3 +240,13 @@ def test_weights_are_rounded_to_the_nearest_and_not_down() -> None:
     ]
     assert max(map(abs, off)) < 0.51
     assert abs(sum(off)) < 200
+
+
+def test_a_cap_beyond_all_counting_is_none():
+    left = mix.remaining(np.array([10, 10]), np.array([3, 3]), "restart", (mix.NEVER, 2))
+    assert left.tolist() == [mix.NEVER, 17]
+
+
+def test_datasets_without_a_share_share_equally_what_is_left_to_them():
+    shares = [Fraction(0), Fraction(0), Fraction(1)]
+    assert mix.weights_of(shares, [True, True, False], 10) == (5, 5, 0)

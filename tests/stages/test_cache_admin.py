@@ -154,7 +154,7 @@ def test_tokens_behind_a_link_are_listed_and_cleared(tmp_path: Path) -> None:
 def test_clear_by_name_and_age(tmp_path: Path) -> None:
     put(tmp_path, "a", days_ago=5)
     put(tmp_path, "b", seed=1, days_ago=5)
-    put(tmp_path, "c", seed=2)
+    put(tmp_path, "c", seed=2, days_ago=0.9)
     with pytest.raises(ConfigError, match=r"--dataset: no dataset 'aa' in .* \(have: a, b, c\)"):
         clear_cache(tmp_path, datasets=["aa"])
     with pytest.raises(ConfigError, match="--older-than: -1 days are not an age"):
@@ -211,6 +211,17 @@ def test_leftovers_go_with_a_full_clear_only(tmp_path: Path) -> None:
     assert clear_cache(tmp_path).kept == ("kept",)
     assert list_cache(tmp_path).leftover_bytes == 0
     reader.verify()
+
+
+def test_what_was_set_aside_of_a_dataset_that_stays_is_no_leftover(tmp_path: Path) -> None:
+    source = ShardedTexts([*texts(10), None])
+    options = {"dataset": "d", "cache_dir": tmp_path, "on_error": "quarantine"}
+    path = prepare(source, small_tokenizer(), **options).path
+    assert isinstance(path, Path)
+    [aside] = path.parent.glob("*.quarantine.jsonl")
+    assert list_cache(tmp_path).leftover_bytes == 0
+    aside.rename(aside.with_name("0000.quarantine.jsonl"))
+    assert list_cache(tmp_path).leftover_bytes > 0
 
 
 def test_of_a_reader_whose_manifest_nobody_can_read_nothing_goes(tmp_path: Path) -> None:

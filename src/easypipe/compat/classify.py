@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -212,7 +212,7 @@ class Images:
         ):
             require_known(column, have, f"data.{key}", f"{name} have no column {column!r}")
         self._classes = classes_of(source.schema.field(config.label_column))
-        self._columns = [config.image_column, config.label_column]
+        self._columns, self._shards = [config.image_column, config.label_column], source.shards
         self.fingerprint = digest("images", COPY_VERSION, source.fingerprint, self._columns)
         self._table = self._mapped(select(source, self._columns), in_memory=dataset.in_memory)
 
@@ -233,11 +233,7 @@ class Images:
         Raises:
             SourceError: A label is not a class; the error names the row.
         """
-        images, column = self._table.column(0), self._config.image_column
-
-        def at(row: int) -> str:
-            return place(self._name, row=row, column=column)
-
+        images, at = self._table.column(0), partial(self._place, self._config.image_column)
         return ImageRows(images, self._numbers(classes), self.fingerprint, at)
 
     @cached_property
@@ -259,7 +255,9 @@ class Images:
         if labels.null_count:
             row = int(np.flatnonzero(labels.is_null().to_numpy(zero_copy_only=False))[0])
             raise SourceError(
-                at=self._row(row), problem="there is no label", fix="Leave such rows out."
+                at=self._place(self._config.label_column, row),
+                problem="there is no label",
+                fix="Leave such rows out.",
             )
         return labels
 
@@ -291,15 +289,20 @@ class Images:
         if wrong.size:
             problem = f"label {self._labels[int(wrong[0])].as_py()!r} is not one of the classes"
             raise SourceError(
-                at=self._row(int(wrong[0])),
+                at=self._place(self._config.label_column, int(wrong[0])),
                 problem=problem,
                 have=classes,
                 fix="Classes count from 0, or have names.",
             )
         return numbers
 
-    def _row(self, row: int) -> str:
-        return place(self._name, row=row, column=self._config.label_column)
+    def _place(self, column: str, row: int) -> str:
+        """Returns the file and the row in it of a row of all files, for error messages."""
+        for shard in self._shards:
+            if row < (rows := shard.num_rows or 0):
+                return place(shard.name, row=row, column=column)
+            row -= rows
+        raise AssertionError("there is no such row")
 
     def _mapped(self, source: ShardedSource, *, in_memory: bool) -> pa.Table:
         """Returns the two columns, in memory or mapped from a copy in the cache folder."""

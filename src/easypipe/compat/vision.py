@@ -307,6 +307,7 @@ def _decoded(given: Item, at: str, channels: int) -> Array:
     """
     Image = _pillow(at)
     if isinstance(given, Mapping):
+        at += f" ({given['path']})" if given.get("path") else ""
         given = given.get("bytes") or given.get("path")
     with raising(
         SourceError,
@@ -321,11 +322,15 @@ def _decoded(given: Item, at: str, channels: int) -> Array:
             Image.DecompressionBombError,
         ),
     ):
-        opened = (
-            given
-            if attribute_of(given, "convert") is not None
-            else Image.open(io.BytesIO(given) if isinstance(given, bytes | bytearray) else given)
-        )
+        if attribute_of(given, "convert") is not None:
+            opened = given
+        elif isinstance(given, bytes | bytearray):
+            try:
+                opened = Image.open(io.BytesIO(given))
+            except Image.UnidentifiedImageError:  # its text names an object in memory
+                raise ValueError("its bytes are of no format that is known") from None
+        else:
+            opened = Image.open(given)
         if opened.mode.startswith("I;16"):  # convert() would clip its numbers at 255
             return np.asarray(opened).astype(np.float32) / 65535
         if opened.mode in ("I", "F"):

@@ -124,8 +124,6 @@ class Prefetcher(Iterator[T]):
             if at is not None
             else "no worker has begun it"
         )
-        if at is not None and at[0] != self._index:
-            stage = f"its worker is at batch {at[0]}, in stage {at[1]!r}"
         return StallError(
             at=self._name,
             problem=f"batch {self._index} was not ready after {self._stall_timeout_s:g} s; {stage}",

@@ -182,12 +182,16 @@ def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
         "not given, and the loader never ends",
         "Say how many steps to train.",
     )
+    endless = (
+        "num_epochs: null"
+        if isinstance(train, EpochStyle)
+        else "data.load.num_epochs: null; without mix.max_epochs"
+    )
     require(
         config.steps is None or batches is None or config.steps <= batches,
         "train.steps",
         f"{config.steps} steps, but the loader ends after {batches} batches",
-        f"Give at most {batches}, or a loader that never ends (data.load.num_epochs: null; "
-        "without mix.max_epochs).",
+        f"Give at most {batches}, or a loader that never ends ({endless}).",
     )
     steps = batches if config.steps is None else config.steps
     assert steps is not None
