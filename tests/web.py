@@ -28,7 +28,7 @@ class WebServer(ThreadingHTTPServer):
     """files: path → content. seen: (method, path, range) of every request.
 
     faults: what the next requests meet: a status, "reset", "short", "hang", "page" (HTML with status
-    200), "bomb" (far more bytes than were asked for) or None.
+    200), "bomb" (far more bytes than were asked for, packed), "more" (one more) or None.
     """
 
     daemon_threads = True
@@ -98,7 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted).groups()  # type: ignore[union-attr]
             start, stop = int(first), min(len(data), int(last) + 1 if last else len(data))
             if start >= len(data):
-                return self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
+                told = f"bytes */{len(data)}" if server.told is None else server.told
+                return self._answer(416, b"", {"Content-Range": told})
             headers["Content-Range"] = (
                 f"bytes {start}-{stop - 1}/{len(data)}" if server.told is None else server.told
             )
@@ -107,6 +108,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, b"<html>" * 10_000, {"Content-Type": "text/html"})
         if fault == "bomb":
             return self._answer(status, bomb(), {**headers, "Content-Encoding": "gzip"})
+        if fault == "more":
+            return self._answer(status, data + b"x", headers)
         if fault == "short":  # announces it all, sends half, hangs up
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(data))}.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from easypipe.core import errors
-from easypipe.core.visible import visible
+from easypipe.core.visible import first_of, visible
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
@@ -123,3 +123,8 @@ def test_no_character_hides_or_steers_what_is_shown() -> None:
     for c in every:
         assert visible(c) == (f"\\u{{{ord(c):x}}}" if unicodedata.category(c) in hidden else c)
     assert visible("a\n\x1b[0mb\u2029", keep="\n") == "a\n\\u{1b}[0mb\\u{2029}"
+
+
+@pytest.mark.parametrize(("most", "text"), [(3, "a, b, c"), (2, "a, b and 1 more")])
+def test_the_first_of_some_names(most: int, text: str) -> None:
+    assert first_of(["a", "b", "c"], most) == text

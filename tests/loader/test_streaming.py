@@ -201,6 +201,14 @@ def test_resume_is_exact_at_every_batch(tmp_path: Path) -> None:
     assert_exact_resume(
         lambda: build(tmp_path, **options), total, hops=(1, 3), stops=range(0, total, 4)
     )
+    for stop in range(0, total, 3):
+        begun, resumed = build(tmp_path, **options), build(tmp_path, **options)
+        list(itertools.islice(iter(begun), stop))
+        resumed.restore(begun.state())
+        assert len(list(resumed)) == total - stop
+        assert_conserved(resumed.ledger())
+        [rows] = [one.out for one in resumed.ledger().entries if one.stage == "load"]
+        assert not rows.get("waiting"), "rows before the state are not waiting"
 
 
 def test_endless_mixtures_resume_too(tmp_path: Path) -> None:

@@ -353,6 +353,20 @@ def test_prefetch_workers_make_windows_ahead(tmp_path: Path, prefetch_workers: i
     for _ in build(tmp_path, mix, load | {"prefetch_workers": prefetch_workers}, num_streams=4):
         break
     assert_no_new_threads(before)
+    # windows of a schedule depend on which streams have ended, if any does
+    points = [{"step": n, "weights": {"a": 1, "b": n + 1}} for n in (0, 2)]
+    for num_epochs, threads in ((1, 0), (None, len(names))):
+        scheduled = build(
+            tmp_path,
+            mix | {"weight_schedule": points},
+            load | {"num_epochs": num_epochs, "prefetch_workers": prefetch_workers},
+            num_streams=4,
+        )
+        batches = iter(scheduled)
+        next(batches)
+        now = [thread.name for thread in set(threading.enumerate()) - before]
+        assert sum("-window-" in name for name in now) == threads
+        batches.close()
 
 
 # Bad rows

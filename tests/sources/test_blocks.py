@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+import pipelines
+from easypipe import Pipeline
 from easypipe.cache import mapping
-from easypipe.cache.blocks import AHEAD, BLOCK, INDEX, note_documents
+from easypipe.cache.blocks import AHEAD, BLOCK, INDEX, note_documents, note_values
 from easypipe.cache.reader import Buffers, TokenCache
 from easypipe.core.errors import CacheError
 from easypipe.loader.rows.documents import gather_documents
@@ -181,13 +184,54 @@ def test_blocks_of_tokens_and_of_masks_are_noted_up_to_their_last_byte() -> None
     flags[0] = 1
     assert noted(0) == [0, 2]
     assert noted(1) == [0, 1, 2, 3]
+    values = note_values(np.array([1]), buffers, address(file[BLOCK:]), 4, todo)
+    assert todo[1, :values].tolist() == [1, 2, 3]
     flags[1 + 3] = 1
     assert noted(1) == [0, 1, 2]
 
 
+def test_what_decides_that_a_piece_has_no_targets_is_checked_too(tmp_path: Path) -> None:
+    """The first token of its document, which stands in another row and in another block."""
+    answers = [" ".join(WORDS) * (BLOCK // 4)] * 2
+    values = {
+        "datasets": [
+            {
+                "name": "d",
+                "data_files": [{"prompt": "the", "answer": answer} for answer in answers],
+                "prompt_field": "prompt",
+                "completion_field": "answer",
+            }
+        ],
+        "pack": {"seq_length": 256, "oversize": "split"},
+        "tokenize": {"default_tokenizer": pipelines.tokenizer()},
+        "cache_dir": str(tmp_path),
+        "seed": 1,
+    }
+    loader = Pipeline.from_config(values).source().tokenize().pack().load().build()
+    rows = loader.rows
+    assert isinstance(rows, PlannedRows)
+    at = [rows.plan.locate(row).pieces for row in range(rows.num_rows or 0)]
+    deep = next(
+        row
+        for row, pieces in enumerate(at)
+        if (pieces.doc == 1).all() and pieces.start[0] > BLOCK + BLOCK // 2
+    )
+    wanted = rows.gather(np.array([deep]))
+    assert not wanted["loss_mask"].any()
+    [file] = (tmp_path / "tokens").rglob("*.arrow")
+    data = pa.py_buffer(file.read_bytes())
+    batch = pa.ipc.open_file(data).get_batch(0)
+    masks = batch.column("loss_mask")
+    first = masks.flatten().buffers()[1].address - data.address + int(masks.offsets[1].as_py())
+    flip(file, first)
+    again = Pipeline.from_config(values).source().tokenize().pack().load().build().rows
+    with pytest.raises(CacheError, match="damaged"):
+        again.gather(np.array([deep]))
+
+
 def test_a_manifest_without_checksums_of_blocks_still_opens(whole: Path, tmp_path: Path) -> None:
     """That of an earlier version."""
-    path, _ = copied(whole, tmp_path)
+    path, file = copied(whole, tmp_path)
     values = json.loads(path.read_text())
     for name in ("xxh3_128", "quarantine_checksum"):
         del values[name]
@@ -199,6 +243,12 @@ def test_a_manifest_without_checksums_of_blocks_still_opens(whole: Path, tmp_pat
     for strategy in ("greedy", "stream"):
         for a, b in zip(batches(old, strategy), batches(new, strategy), strict=True):
             assert all((a[column] == b[column]).all() for column in a)
+    # Arrow's own words are checked as a whole, before anything reads by them
+    data = pa.py_buffer(file.read_bytes())
+    offsets = pa.ipc.open_file(data).get_batch(0).column("input_ids").buffers()[1]
+    flip(file, offsets.address - data.address + offsets.size - 4)
+    with pytest.raises(CacheError, match=re.escape(str(file))):
+        TokenCache(path).buffers()
 
 
 def test_a_manifest_under_the_key_of_another_is_refused(whole: Path, tmp_path: Path) -> None:

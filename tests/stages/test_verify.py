@@ -587,6 +587,11 @@ def test_wrong_row_numbers_do_not_pass(tmp_path: Path, numbers: Callable[[Any], 
         assert wrong_content(replace(cache.manifest, pairs=True), part, batch) == (
             f"holds 0 pairs of answers, the manifest says that all {part.docs} documents are pairs"
         )
+        largest = pa.compute.max(batch.column("input_ids").flatten()).as_py()
+        smaller = replace(cache.manifest.tokenizer, vocab_size=largest)
+        assert wrong_content(replace(cache.manifest, tokenizer=smaller), part, batch) == (
+            f"token {largest} is outside the vocabulary of {largest}"
+        )
         place = batch.schema.get_field_index(ROW_NUMBER)
         field = batch.schema.field(place)
         wrong = batch.set_column(

@@ -274,12 +274,7 @@ class Deal:
         entry, chunk = here[0], place.chunk if here[0] == place.entry else 0
         if self._forward[dealt.entries[entry]]:
             chunk += (stream - int(dealt.owners[entry]) - chunk) % self.num_streams
-        return Place(
-            place.epoch,
-            entry,
-            chunk,
-            place.taken if (entry, chunk) == (place.entry, place.chunk) else 0,
-        )
+        return Place(place.epoch, entry, chunk, place.taken)
 
     def share(self, stream: int, place: Place, *, before: bool = False) -> dict[str, int]:
         """Returns the size of the share of `stream` in the pass of `place`.
