@@ -41,7 +41,7 @@ from easypipe.core.errors import (
     require_known,
 )
 from easypipe.core.protocols import ShardedSource, select
-from easypipe.core.schema import LABELS, PIXEL_VALUES, TaskSpec
+from easypipe.core.schema import LABELS, PIXEL_VALUES, TaskSpec, offsets_of
 from easypipe.core.values import Batch, Dataset, Int64, JsonObject, Settings
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
@@ -298,11 +298,9 @@ class Images:
 
     def _place(self, column: str, row: int) -> str:
         """Returns the file and the row in it of a row of all files, for error messages."""
-        for shard in self._shards:
-            if row < (rows := shard.num_rows or 0):
-                return place(shard.name, row=row, column=column)
-            row -= rows
-        raise AssertionError("there is no such row")
+        starts = offsets_of([shard.num_rows or 0 for shard in self._shards])
+        shard = int(np.searchsorted(starts, row, side="right")) - 1
+        return place(self._shards[shard].name, row=row - int(starts[shard]), column=column)
 
     def _mapped(self, source: ShardedSource, *, in_memory: bool) -> pa.Table:
         """Returns the two columns, in memory or mapped from a copy in the cache folder."""
