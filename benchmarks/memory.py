@@ -1,6 +1,6 @@
-"""Measures the peak anonymous memory (RssAnon) of every stage on 100 MB and on 2 GB of text, either
-in one Parquet row group (`row-group`) or in JSON lines of which one has 60 MB (`long-line`). The
-memory must not grow with the data.
+"""Measures the peak anonymous memory (RssAnon) of every stage on 100 MB and on 2 GB of text. The
+text is either in one Parquet row group (`row-group`) or in JSON lines with one line of 60 MB
+(`long-line`). The memory must not grow with the data.
 
 Each stage runs in a process of its own, on real text and on text without repetitions (high
 entropy): prepare (text to the token cache), save (the cache to packed parquet), load (a pass over

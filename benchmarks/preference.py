@@ -1,5 +1,6 @@
-"""Compares steps on preferences whose reference is `cached`, runs in every step (`initial`) or is
-absent (`none`), when all parameters are trained (`full`) and when adapters are (`lora`).
+"""Compares the time of training steps on preference pairs. The log probabilities of the reference
+model are `cached`, or computed in every step (`initial`), or there is no reference model (`none`).
+Either all parameters are trained (`full`), or only adapters (`lora`).
 
 All train the same model on one batch of pairs, in alternation. Seconds are of processor time, so
 that other work on the machine does not count.

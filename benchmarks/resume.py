@@ -1,5 +1,5 @@
-"""Measures the time to the first batch, and the time in which a loader that is restored at batch
-100,000, from at most 4 KiB of JSON, yields its next batch.
+"""Measures the time to the first batch, and the time from restoring a loader at batch 100,000 to
+its next batch. The state is at most 4 KiB of JSON.
 
 The state is taken by a loader that really got there. Each timed restore has a new loader, and ends
 with the next batch, which is compared with the batch that the uninterrupted run gave. Grain's
