@@ -51,10 +51,11 @@ def test_samples_of_a_template_alone() -> None:
     assert [piece.masked for piece in one.pieces] == [True, False, True, False]
 
 
-def test_the_reason_of_the_first_form_is_told_that_is_not_refused() -> None:
+@pytest.mark.parametrize("refused", ["is not string", "is string"])
+def test_the_reason_of_the_first_form_is_told_that_is_not_refused(refused: str) -> None:
     source = (
-        "{% for m in messages %}{{ raise_exception('only text') if m.content is not string }}"
-        "{{ m.role }}: {{ m.content | upper }}<|end|>{% endfor %}"
+        "{% for m in messages %}{{ raise_exception('another form') if m.content " + refused + " }}"
+        "{{ m.role }}: {{ m.content | string | upper }}<|end|>{% endfor %}"
     )
     (one, *_) = masks(source)
     assert str(one.reason).startswith("unproven_spans: "), one.reason
@@ -83,6 +84,16 @@ def test_what_looks_like_a_special_token_of_a_template_alone() -> None:
     )
     found = {one.name: one for one in masks(source)}["two turns with system"]
     assert trained(found) == ["It is four.<SPECIAL_12>", "Six, of course.<SPECIAL_12>"]
+
+
+def test_a_turn_ends_with_the_special_tokens_that_are_named() -> None:
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}(end)(stop){% endfor %}"
+    source += "{{ '[assistant]' if add_generation_prompt }}"
+    for special, end in ((None, "(end)(stop)"), (["(end)"], "(end)")):
+        options: Any = {"special_tokens": special}
+        (alone,) = masks(source, [talk("Hi", "Four.")], **options)
+        (found,) = masks(chat_tokenizer(), [talk("Hi", "Four.")], chat_template=source, **options)
+        assert trained(alone) == trained(found) == [f"Four.{end}"]
 
 
 def test_own_conversations_with_a_tokenizer(shared_data: Path) -> None:

@@ -171,6 +171,15 @@ def test_rows_that_are_refused_or_not_closed_are_noted(
             open_end,
             ["EOS follows 1 texts here, and none with transformers"],
         ),
+        (
+            talks[1:],
+            {"content_field": "messages"},
+            open_end.replace("\n", "").replace(
+                "{{ m.content }}",
+                "{% generation %}{{ m.content }}{% endgeneration %}",
+            ),
+            ["EOS follows 1 texts here, and none with transformers"],
+        ),
     ):
         config = written(tmp_path, rows, chat_template=template, **fields)
         assert main(["parity", config]) == 0
