@@ -141,11 +141,18 @@ def test_a_healthy_machine_has_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert list(tmp_path.iterdir()) == []
 
 
+def one_target_less(labels: np.ndarray) -> np.ndarray:
+    left = labels.copy()
+    left[0, np.flatnonzero(labels[0] != IGNORE)[0]] = IGNORE
+    return left
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         (lambda labels: np.roll(labels, 1, axis=1), r"batch 0, row 0, slot \d+: the label is"),
         (lambda labels: np.full_like(labels, -100), r": 0 targets, but its loss mask trains \d"),
+        (one_target_less, r": \d+ targets, but its loss mask trains \d"),
     ],
 )
 def test_a_wrong_mask(

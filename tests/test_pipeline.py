@@ -785,6 +785,11 @@ def test_create_pipeline(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"streamed: unknown key .* Did you mean 'streaming'"):
         create_pipeline([code], tokenizer(), streamed=True)
+    for given in ({"datasets": [docs]}, "run.yaml", code):
+        with pytest.raises(
+            ConfigError, match=r"datasets: wants a list of datasets, got .*from_config"
+        ):
+            create_pipeline(given)  # type: ignore[arg-type]
 
 
 def test_tokenize_and_save_keeps_the_order_and_the_length(tmp_path: Path) -> None:

@@ -737,7 +737,17 @@ def create_pipeline(
     progress: ProgressListener = silent,
     **options: Any,
 ) -> Pipeline:
-    """Returns a Pipeline over `datasets`; `options` are the other fields of PipelineConfig."""
+    """Returns a Pipeline over `datasets`; `options` are the other fields of PipelineConfig.
+
+    Raises:
+        ConfigError: An option is wrong, or `datasets` are no list; the message names the key.
+    """
+    require(
+        not isinstance(datasets, str | Path | Mapping | DatasetConfig | PipelineConfig),
+        "datasets",
+        f"wants a list of datasets, got {type(datasets).__name__}",
+        "Give [DatasetConfig(...)]; Pipeline.from_config takes a whole config or its path.",
+    )
     values = {"datasets": list(datasets), "default_tokenizer": default_tokenizer, **options}
     return Pipeline(from_dict(PipelineConfig, values), progress=progress)
 

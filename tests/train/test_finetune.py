@@ -31,6 +31,7 @@ from easypipe import (
     train_bpe,
 )
 from easypipe.cli.app import run as command
+from easypipe.compat.trainer import _pipeline
 from easypipe.core.config import from_dict
 from easypipe.jobs import with_tokenizer_of
 from easypipe.train import load_pretrained
@@ -333,6 +334,13 @@ def test_a_config_names_a_model_and_its_tokenizer_is_taken(
     assert "model.hidden_size: unknown key" in capsys.readouterr().err
 
 
+def test_a_config_of_data_may_be_a_dict() -> None:
+    values = {"datasets": [{"name": "d", "data_files": "a.txt"}], "pack": {"seq_length": 32}}
+    wanted = _pipeline("data", from_dict(PipelineConfig, values), 64, 8)
+    for given in (values, {"data": values, "train": {"steps": 1}}):
+        assert _pipeline("data", given, 64, 8) == wanted
+
+
 def test_a_tokenizer_that_the_stage_names_is_kept(model: Path) -> None:
     for named in ({"default_tokenizer": "own"}, {"tokenize": {"default_tokenizer": "own"}}):
         data = from_dict(PipelineConfig, {"datasets": [{"data_files": "a.txt"}], **named})
@@ -349,6 +357,7 @@ def test_a_tokenizer_that_the_stage_names_is_kept(model: Path) -> None:
         ),
         ({"data": None}, ConfigError, "data: either it or a loader"),
         ({"data": 3}, ConfigError, "data: int is not data"),
+        ({"data": {"datasetz": []}}, ConfigError, "data.datasetz: unknown key"),
         ({"stepz": 3}, ConfigError, "stepz: no such option of Trainer .*Did you mean 'steps'"),
     ],
 )

@@ -31,7 +31,7 @@ from easypipe.train.optim.config import OptimizerConfig
 from easypipe.train.parallel.config import MeshConfig
 from easypipe.train.trainer import TrainResult, run_training
 
-Data = PipelineConfig | DatasetConfig | Sequence[DatasetConfig] | str | Path
+Data = PipelineConfig | Settings | DatasetConfig | Sequence[DatasetConfig] | str | Path
 _DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple, Mapping)
 # Fields of TrainingConfig that are also arguments of Trainer, with their types: the type of the
 # value decides which is meant.
@@ -61,9 +61,9 @@ class Trainer(Engine):
             it or to change it.
         train: Any BatchLoader. Batches have input_ids and labels, Int32[B, S], and for packed rows
             segment_ids and position_ids. Each batch is one optimizer step.
-        data: Instead of `train`: a PipelineConfig, a YAML file with one (in the config of a run,
-            its `data`), or datasets. It is tokenized and planned when the Trainer is made, unless
-            that was already done. The default tokenizer is that of a published model.
+        data: Instead of `train`: a PipelineConfig, also as a dict or in a YAML file (in the config
+            of a run, its `data`), or datasets. It is tokenized and planned when the Trainer is
+            made, unless that was already done. The default tokenizer is that of a published model.
         evals: Held-out data by name, each a loader or as `data`; `{"from": "data", "fraction":
             0.01, "seed": 7}` holds out rows of `data`.
         seq_length: Tokens of a packed row of `data`; required for datasets.
@@ -235,9 +235,10 @@ def _pipeline(
     Raises:
         ConfigError: It is not data, or datasets are given without a row length.
     """
-    if isinstance(data, str | Path):
-        values = load_yaml(data)
-        data = from_dict(PipelineConfig, values.get("data", values), str(data))
+    if isinstance(data, str | Path | Mapping):
+        values = data if isinstance(data, Mapping) else load_yaml(data)
+        where = at if isinstance(data, Mapping) else str(data)
+        data = from_dict(PipelineConfig, values.get("data", values), where)
     elif isinstance(data, DatasetConfig | Sequence):
         datasets = (data,) if isinstance(data, DatasetConfig) else tuple(data)
         require(
