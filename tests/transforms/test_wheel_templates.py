@@ -148,18 +148,19 @@ def page() -> Iterator[str]:
     names = stock()
     yield "# Masks of well-known templates\n"
     yield (
-        "This table shows for which chat templates [`easypipe masks`](conversations.md#masks-for-other-trainers) can prove "
-        "which tokens to train, without generation markers or a tokenizer. The templates are those in the wheels of trl 1.16.0 "
-        "and axolotl 0.19.0. A cell contains `yes`, the form that messages must have, or the reason that the mask is not "
-        "proven. easypipe does not guess: it refuses a row if its mask is not proven. `nox -s masks` writes this page.\n"
+        "For each chat template, this table shows whether [`easypipe masks`](conversations.md#masks-for-other-trainers) can "
+        "prove which tokens to train on, without generation markers or a tokenizer. The templates are those in the wheels of "
+        "trl 1.16.0 and axolotl 0.19.0. A cell contains `yes`, the form that messages must have, or the reason that the mask "
+        "is not proven. easypipe does not guess: it refuses a row if its mask is not proven. `nox -s masks` writes this page.\n"
     )
     yield (
         "`nox -s renderers` compares these masks with those of the package `renderers` 0.1.12, which renders the conversations "
-        "of some model families in Python and marks the tokens that the model itself generates. For "
-        f"{len(TALKS)} conversations, its text is equal to the output of {TEMPLATES} of these templates in {CONVERSATIONS} "
-        f"cases. In {SAME} of these cases both masks are equal, if `<|tool_response>` is one of the stop tokens of Gemma 4, as "
-        "in its generation_config.json. The other cases are from GLM-4.5: the model first generates a line break, which is "
-        "trained here and in TRL's copy, but not in `renderers`.\n"
+        "of some model families in Python and marks the tokens that the model itself generates. The comparison uses "
+        f"{len(TALKS)} conversations. In {CONVERSATIONS} cases, the text of the package is equal to the output of a template; "
+        f"{TEMPLATES} templates have such cases. In {SAME} of these cases both masks are equal, if `<|tool_response>` is one "
+        "of the stop tokens of Gemma 4, as in the model's generation_config.json. In the other cases, all of GLM-4.5, the "
+        "model first generates a line break. easypipe and TRL's copy of the template train on this line break; `renderers` "
+        "does not.\n"
     )
     yield "| template | " + " | ".join(SAMPLES) + " |\n|" + " --- |" * (len(SAMPLES) + 1)
     yield "| proven of {} | {} |".format(
