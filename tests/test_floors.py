@@ -364,7 +364,6 @@ UNTOLD = {
     "sources/formats/forward.py: Write one row a line.": "a line of 1 GiB",
     "sources/formats/mds.py: its sizes do not add up to its bytes": "found by its hash before",
     "sources/formats/webdataset.py: a member of pickled data (": "test_shards.py, by its column",
-    "stages/mix/mixture.py: it is of the plan": "test_false_fields.py: the plan is made again",
     "train/callbacks/named.py: Train a ModelConfig.": "the words before it",
     "train/callbacks/named.py: a model that lies on one host": "of several processes",
     "train/checkpoint/checkpoint.py: the description of its arrays is missing or cut short": (

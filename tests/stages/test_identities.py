@@ -76,6 +76,7 @@ CHANGES = [
     Change("mix.seed", 8),
     Change("mix.allow_mixed_tokenizers", True, NOTHING),
     Change("mix.provenance", True, "fingerprint content", REFUSED),
+    Change("mix.provenance", True, "fingerprint", REFUSED, UNPACKED),
     Change("pack.enabled", False, ROWS + " tokenizer"),
     Change("pack.seq_length", 65),
     Change("pack.strategy", "pool"),

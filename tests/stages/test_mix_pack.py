@@ -9,6 +9,7 @@ import json
 import logging
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,10 +29,16 @@ from easypipe import (
     StageOrderError,
     load_tokenizer,
 )
+from easypipe.core.checked import remember_checked
 from easypipe.core.errors import PlanError
+from easypipe.core.protocols import Source, SourceInfo, TokenInfo
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE
+from easypipe.plan.spec import PlanSpec
 from easypipe.plan.window import Planner
 from easypipe.stages.mix.config import block_weights
+from easypipe.stages.mix.mixture import Mixture
+from easypipe.stages.pack.stage import _eos
+from easypipe.stages.tokenize.documents import require_documents, same_tokenizer
 from easypipe.transforms.tokenizer.bpe import train_bpe
 from pipelines import config, jsonl, texts, tokenizer, two_datasets
 from strategies import examples
@@ -417,11 +424,113 @@ def test_pack_options(values: dict, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_pad_outside_the_vocabulary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pad", [320, 99999])
+def test_pad_outside_the_vocabulary(tmp_path: Path, pad: int) -> None:
     with pytest.raises(
-        ConfigError, match=r"pack.pad_token_id: 99999 lies outside the vocabulary of 320"
+        ConfigError, match=rf"pack.pad_token_id: {pad} lies outside the vocabulary of 320"
     ):
-        mixed(tmp_path).pack(PackStageConfig(seq_length=64, pad_token_id=99999))
+        mixed(tmp_path).pack(PackStageConfig(seq_length=64, pad_token_id=pad))
+
+
+class Known(Source):
+    """A source of which nothing is known but its tokens."""
+
+    schema, shards, fingerprint = pa.schema([]), (), "nothing"
+
+    def __init__(self, tokens: TokenInfo | None) -> None:
+        self.tokens = tokens
+
+    @property
+    def info(self) -> SourceInfo:
+        return SourceInfo(tokens=self.tokens)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        raise AssertionError("it has no rows")
+
+
+def mixture_of_tokens(*tokens: TokenInfo | None) -> Mixture:
+    parts: Any = {f"d{n}": Known(one) for n, one in enumerate(tokens)}
+    spec = PlanSpec(seed=1, weights=(1,) * len(parts), stop="all_exhausted", window_docs=8)
+    return Mixture(parts=parts, spec=spec, context=None)  # type: ignore[arg-type]
+
+
+BARE = TokenInfo(
+    tokenizer="t",
+    tokenizer_fingerprint="f",
+    vocab_size=9,
+    eos_token_id=None,
+    pad_token_id=None,
+    seq_length=None,
+)
+
+
+def test_documents_of_several_datasets_in_one_segment_need_an_end() -> None:
+    pack = PackStageConfig(seq_length=64, strategy="concat", segments="row")
+    assert _eos(mixture_of_tokens(BARE), pack) == ()
+    with pytest.raises(ConfigError, match=r"pack.eos_token_id: .* has no end-of-sequence token"):
+        _eos(mixture_of_tokens(BARE, BARE), pack)
+
+
+@pytest.mark.parametrize(
+    ("pad", "eos", "wanted"), [(3, 7, 3), (0, 7, 0), (None, 7, 7), (None, None, 0)]
+)
+def test_what_pads_rows_that_are_not_packed(pad: Any, eos: Any, wanted: int) -> None:
+    info = dataclasses.replace(BARE, pad_token_id=pad, eos_token_id=eos)
+    assert mixture_of_tokens(info, BARE).pad_token_id == wanted
+
+
+class Made(Known):
+    """Documents that a stage of one's own makes."""
+
+    schema = pa.schema([(INPUT_IDS, pa.list_(pa.int32()))])
+
+    def materialize(self) -> None:
+        raise AssertionError("it has no rows")
+
+
+def test_documents_of_ones_own_bring_their_columns_themselves(tmp_path: Path) -> None:
+    rows = [{INPUT_IDS: [1], "w": [1]}]
+    for aligned in ((), ("w",)):
+        dataset = DatasetConfig(name="d", data_files=rows, aligned_columns=aligned)
+        context = Pipeline(config(tmp_path, datasets=[dataset])).get_context()
+        if not aligned:
+            assert isinstance(require_documents("d", Made(None), context, stage="pack"), Made)
+            continue
+        with pytest.raises(ConfigError, match="no effect on a source that makes documents itself"):
+            require_documents("d", Made(None), context, stage="pack")
+
+
+def test_a_dataset_of_unknown_tokens_hides_no_other_two() -> None:
+    other = dataclasses.replace(BARE, tokenizer_fingerprint="g")
+    same_tokenizer(mixture_of_tokens(None, BARE, BARE).parts, allow=False)
+    with pytest.raises(ConfigError, match="datasets 'd1' and 'd2' have different tokenizers"):
+        same_tokenizer(mixture_of_tokens(None, BARE, other).parts, allow=False)
+
+
+def test_states_that_cannot_be_those_of_the_plan_are_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever signed them."""
+    own, other = (
+        mixed(tmp_path, seed=seed).pack(PackStageConfig(seq_length=64)).get_data()["mixed"]
+        for seed in (1, 2)
+    )
+    rows = own.prepare().shards[0].num_rows
+    other.prepare()
+    wanted, plan = own.read(0, 0, rows), own.plan().fingerprint
+    states = [state.to_json() for state in own.plan().checkpoints()]
+    late = dataclasses.replace(own.plan().checkpoints()[0], first_row=rows + 1).to_json()
+    others = [state.to_json() for state in other.plan().checkpoints()]
+    for lie in (
+        {"plan": other.plan().fingerprint, "states": others},
+        {"plan": plan, "states": [late, *states[1:]]},
+        {"plan": plan, "states": states[::-1]},
+    ):
+        remember_checked(tmp_path / "cache" / "plans" / f"{plan}.json", lie)
+        again = mixed(tmp_path, seed=1).pack(PackStageConfig(seq_length=64)).get_data()["mixed"]
+        assert len(again.plan().checkpoints()) == 1
+        assert again.prepare().read(0, 0, rows).equals(wanted)
+    assert "it is of the plan" in caplog.text
 
 
 def test_rows_that_are_padded_with_another_token_are_others(tmp_path: Path) -> None:

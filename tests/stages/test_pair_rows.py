@@ -4,6 +4,7 @@ prefers.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import laws
-from chat_support import CHATML, chat_tokenizer
+from chat_support import CHATML, HOSTILE, chat_tokenizer
 from easypipe import (
     DatasetConfig,
     LoadStageConfig,
@@ -24,10 +25,18 @@ from easypipe import (
     load_tokenizer,
 )
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_BREAK, SEGMENT_IDS
+from easypipe.core.schema import (
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    SEGMENT_BREAK,
+    SEGMENT_IDS,
+    SOURCE,
+)
 from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.engine import PromptEngine
+from easypipe.transforms.chat.render import HostileTemplateError
 from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.tokenizer.lengths import LengthPolicy, Lengths
 from pipelines import jsonl
@@ -168,6 +177,23 @@ def test_an_answer_that_is_null_shares_no_text_with_the_other_one(tmp_path):
     assert scanned.batch.num_rows == 4
 
 
+def test_a_hostile_answer_is_told_by_its_row():
+    hostile = "{% if messages[-1].content == 'No.' %}" + HOSTILE["attributes"][0] + "{% endif %}"
+    prompt = dataclasses.replace(TALK, template=hostile + CHATML)
+    data = [*talks(1), {**talks(1)[0], "rejected": [{"role": "assistant", "content": "No."}]}]
+    engine = PromptEngine(chat_tokenizer(), prompt)
+    with pytest.raises(HostileTemplateError) as caught:
+        engine.render_pairs([*data, data[0]])
+    assert caught.value.row == 1
+
+
+def test_rows_of_an_answer_are_not_cut_between_turns():
+    talk = PromptConfig(input_columns=("messages",), template=CHATML)
+    assert PromptEngine(chat_tokenizer(), talk).splits
+    answered = PromptConfig(input_columns=("messages",), label_column="answer", template=CHATML)
+    assert not PromptEngine(chat_tokenizer(), answered).splits
+
+
 def test_pairs_of_equal_answers_are_counted_and_told(tmp_path, caplog):
     data = [*rows(3), *({"prompt": "a", "chosen": "b", "rejected": "b"} for _ in range(2))]
     ledger = tokenized(tmp_path, data).materialize().ledger
@@ -271,6 +297,15 @@ def test_caches_of_pairs_with_two_prompts_are_not_read():
     for policy in ("keep_end", "middle", "trim_oldest_turns", "trim_prompt_first"):
         assert identity(policy, pairs=True) != identity(policy, pairs=False)
     assert identity("keep_start", pairs=True) == identity("keep_start", pairs=False)
+
+
+def test_both_answers_of_a_packed_pair_have_their_dataset(tmp_path):
+    mix = MixStageConfig(stop_strategy="all_exhausted", provenance=True)
+    made = pipeline(tmp_path, rows()).source().tokenize().mix(mix).pack()
+    [source] = made.get_data().values()
+    count = source.prepare().shards[0].num_rows
+    for row in source.read(0, 0, count).to_pylist():
+        assert len(row[SOURCE]) == max(row[SEGMENT_IDS])
 
 
 def test_packed_pairs_are_saved_and_loaded_again(tmp_path):
