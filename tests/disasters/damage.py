@@ -67,8 +67,10 @@ class Kind:
 BY_SIZE = (
     "a folder whose file sizes are right counts as up to date; reading the rows finds the damage"
 )
-BUILD = "`easypipe verify --repair` needs it, and asks for the config if it cannot be read"
-PICTURE = "people look at it, nothing reads it; it is redrawn at the end of a run"
+BUILD = (
+    "`easypipe verify --repair` needs this file, and asks for the config if the file cannot be read"
+)
+PICTURE = "easypipe does not read it, and draws it again at the end of a run"
 KINDS = (
     Kind("manifest of a token cache", "cache/manifests/*[0-9a-f].json", "batches"),
     Kind("quarantine file", "cache/manifests/*.quarantine.jsonl", "batches"),
@@ -93,7 +95,7 @@ KINDS = (
     Kind("mark of a whole checkpoint", "run/checkpoints/*/commit_success.txt", "train again"),
     Kind("arrays of a checkpoint, trained on", "run/checkpoints/*/arrays/d/*", "train again"),
     Kind("metrics of a run", "run/metrics.jsonl", "train again"),
-    Kind("configuration of a run", "run/run.yaml", "export", "a text that people may edit"),
+    Kind("configuration of a run", "run/run.yaml", "export", "people may edit it"),
     Kind("fingerprints of a run", "run/fingerprints.json", "train again"),
     Kind("restarts of a run", "run/restarts.json", "report of a run that went on"),
     Kind("ledger of a run", "run/ledger.json", "report"),
