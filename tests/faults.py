@@ -1654,6 +1654,12 @@ FAULTS = [
           '        if special_tokens is not None:\n            template = dataclasses.replace(template, closers=tuple(special_tokens))\n', ''),
     fault("the doctor misses one target", "doctor/data.py", "tests/test_doctor.py -k wrong_mask",
           '(found < open_to - 1 and not one.is_part)', '(found < open_to - 2 and not one.is_part)'),
+    fault("every bad row of a stream is told", "stages/load/stage.py", "tests/loader/test_streaming.py -k told_once",
+          '            self._warned = True\n', ''),
+    fault("windows are not shuffled where one asks for it", "stages/load/stage.py", "tests/loader/test_streaming.py -k of_other_stages",
+          'shuffle_window=shuffle or docs is not None,', 'shuffle_window=shuffle,'),
+    fault("streams read with as many threads as cores", "stages/load/stage.py", "tests/loader/test_streaming.py -k of_other_stages",
+          'workers=next((count for count in workers if count is not None), None),', 'workers=None,'),
 ]
 # fmt: on
 

@@ -532,6 +532,27 @@ def test_bad_rows(tmp_path: Path) -> None:
         list(make())
 
 
+def test_the_first_bad_row_of_a_dataset_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"text": None if i % 50 == 49 else "good"} for i in range(200)]
+    dataset = DatasetConfig(
+        name="code", data_files=str(pipelines.jsonl(tmp_path / "a.jsonl", rows)), on_error="skip"
+    )
+    list(build(tmp_path, datasets=(dataset,), mix=None, num_streams=1, load={"num_epochs": 2}))
+    assert caplog.text.count("bad rows are left out and counted; the first that was read") == 1
+
+
+def test_options_of_other_stages_decide_how_streams_are_read(tmp_path: Path) -> None:
+    assert build(tmp_path, tokenize={"num_workers": 3}).rows.workers == 3
+    options: dict[str, Any] = {"order": {"shuffle": False}, "num_streams": 1}
+    inside = [
+        [batch[INPUT_IDS].tobytes() for batch in build(tmp_path, load=load, **options)]
+        for load in ({}, {"shuffle_buffer_size": 150})
+    ]
+    assert inside[0] != inside[1], "within windows documents are shuffled where one asks for it"
+
+
 def test_documents_without_packing(tmp_path: Path) -> None:
     loader = build(tmp_path, pack={"enabled": False})
     batches = list(loader)
