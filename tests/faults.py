@@ -1660,6 +1660,18 @@ FAULTS = [
           'shuffle_window=shuffle or docs is not None,', 'shuffle_window=shuffle,'),
     fault("streams read with as many threads as cores", "stages/load/stage.py", "tests/loader/test_streaming.py -k of_other_stages",
           'workers=next((count for count in workers if count is not None), None),', 'workers=None,'),
+    fault("packing decides the shuffled rows against the loader", "stages/load/stage.py", "tests/stages/test_mix_pack.py -k decides_the_shuffled",
+          'if factor is not None and options.shuffle_buffer_size is None:', 'if factor is not None:'),
+    fault("texts after a refused one change places", "stages/tokenize/token_rows.py", "tests/stages/test_bad_rows.py -k tokenizer_panics",
+          'calls.extendleft((i, i + 1) for i in reversed(range(first, last)))', 'calls.extend((i, i + 1) for i in range(first, last))'),
+    fault("rows in memory are told as files", "jobs.py", "tests/test_pipeline.py -k names_the_files",
+          'if error.at.startswith(f"dataset {dataset.name!r}") and not dataset.in_memory:', 'if error.at.startswith(f"dataset {dataset.name!r}"):'),
+    fault("held-out rows are loaded as the others", "jobs.py", "tests/stages/test_hold_out.py -k in_another_way",
+          '({"load": entry["load"]} if "load" in entry else {})', '{}'),
+    fault("held-out data takes another's cache options", "jobs.py", "tests/stages/test_hold_out.py -k no_options_of_another",
+          '*(("cache",) if held_out.cache_dir is None else ()),', '"cache",'),
+    fault("as many rows as asked for are fewer", "jobs.py", "tests/test_pipeline.py -k fewer_rows_than",
+          'if asked is not None and there < asked:', 'if asked is not None and there <= asked:'),
 ]
 # fmt: on
 

@@ -439,6 +439,14 @@ def test_num_rows_limits_the_dataset(tmp_path: Path) -> None:
     assert pipeline.ledger().find("tokenize", "x", "rows").out == {"written": 5}
 
 
+def test_a_wrong_column_names_the_files_of_its_dataset(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [{"txt": "a"}])
+    for files, note in ((path, [f"dataset 'x' reads {path}"]), ([{"txt": "a"}], [])):
+        with pytest.raises(SourceError) as caught:
+            prepare_data(config(tmp_path, datasets=[DatasetConfig(name="x", data_files=files)]))
+        assert [one for one in getattr(caught.value, "__notes__", ()) if " reads " in one] == note
+
+
 def test_fewer_rows_than_num_rows_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -447,7 +455,7 @@ def test_fewer_rows_than_num_rows_are_warned_of(
         dataset = DatasetConfig(name="x", data_files=path, num_rows=asked)
         prepare_data(config(tmp_path, datasets=[dataset]))
         words = "data: dataset x: num_rows asks for 13 rows, and it has 12: all are read"
-        assert (words in caplog.text) == told
+        assert ("num_rows asks for" in caplog.text, words in caplog.text) == (told, told)
 
 
 def test_tokenizers_go_by_dataset_then_stage_then_pipeline(tmp_path: Path) -> None:

@@ -246,7 +246,8 @@ def test_a_row_at_which_the_tokenizer_panics_leaves_the_others_as_they_are(
         )
         pack = PackStageConfig(seq_length=64)
         config = PipelineConfig(datasets=[dataset], cache_dir=tmp_path / cache, pack=pack)
-        pipeline = Pipeline.from_config(config).source().tokenize()
+        # several calls of the tokenizer
+        pipeline = Pipeline.from_config(config).source().tokenize({"batch_size": 3})
         pipeline.prepare()
         source = pipeline.get_data()["d"]
         batch = source.read(0, 0, source.shards[0].num_rows)

@@ -29,7 +29,13 @@ from easypipe import (
 from easypipe.cache.config import CacheConfig
 from easypipe.cli.configs import data_of
 from easypipe.core.config import digest, from_dict
-from easypipe.jobs import chains, complete, prepare_data, warn_of_trained_rows
+from easypipe.jobs import (
+    chains,
+    complete,
+    prepare_data,
+    warn_of_trained_rows,
+    with_hold_outs,
+)
 from easypipe.loader.config import LoadStageConfig
 from easypipe.run import _held_out, inputs_of
 from easypipe.stages.pack.config import PackStageConfig
@@ -412,3 +418,21 @@ def test_every_option_of_held_out_data_is_taken_or_its_own() -> None:
     names = {field.name for field in dataclasses.fields(PipelineConfig)}
     assert names == {*TAKEN} | OWN
     assert not {*TAKEN} & OWN
+
+
+def test_rows_that_are_held_out_may_be_loaded_in_another_way() -> None:
+    data = {"datasets": [{"data_files": "a.txt"}], "load": {"batch_size": 4}}
+    entry = {"from": "data", "fraction": 0.1, "load": {"batch_size": 2}}
+    made = with_hold_outs({"data": data, "eval": {"held": entry}})
+    assert made["eval"]["held"]["load"] == {"batch_size": 2}
+    assert made["data"]["load"] == {"batch_size": 4}
+
+
+def test_held_out_data_with_a_cache_of_its_own_takes_no_options_of_another() -> None:
+    data = PipelineConfig(
+        datasets=[DatasetConfig(data_files="a.txt")], cache_dir="s3://one", cache=CacheConfig()
+    )
+    own = PipelineConfig(datasets=[DatasetConfig(data_files="b.txt")])
+    assert complete("held", data, own).cache == data.cache
+    apart = dataclasses.replace(own, cache_dir="here")
+    assert complete("held", data, apart).cache is None

@@ -424,6 +424,15 @@ def test_pack_options(values: dict, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(("own", "size"), [({}, 12), ({"shuffle_buffer_size": 7}, 7)])
+def test_packing_decides_the_shuffled_rows_where_the_loader_does_not(
+    tmp_path: Path, own: dict[str, int], size: int
+) -> None:
+    pack = PackStageConfig(seq_length=64, shuffle_buffer_factor=3)
+    loader = mixed(tmp_path).pack(pack).load({"batch_size": 4, **own}).build()
+    assert loader.config.shuffle_buffer_size == size
+
+
 @pytest.mark.parametrize("pad", [320, 99999])
 def test_pad_outside_the_vocabulary(tmp_path: Path, pad: int) -> None:
     with pytest.raises(

@@ -163,6 +163,18 @@ def test_an_answer_that_is_no_sample_takes_the_other_one_with_it(tmp_path):
     laws.assert_conserved(source.materialize().ledger)
 
 
+@pytest.mark.parametrize("length", [None, LengthPolicy(policy="keep_start")])
+def test_an_answer_with_a_special_string_takes_the_other_one_with_it(tmp_path, length):
+    bad = {"prompt": "a ", "chosen": "fine", "rejected": "b<|im_end|>"}
+    kwargs = {"special_strings": "error", "max_length": 30}
+    options = {"length": length, "tokenizer_kwargs": kwargs, "on_error": "skip"}
+    with_bad = tokenized(tmp_path / "bad", [*rows(3), bad, *rows(2)], **options).scan(0, 0, 6)
+    without = tokenized(tmp_path / "good", [*rows(3), *rows(2)], **options).scan(0, 0, 5)
+    assert [reject.row for reject in with_bad.rejects] == [3]
+    for name in (INPUT_IDS, LOSS_MASK):
+        assert with_bad.batch.column(name).equals(without.batch.column(name))
+
+
 def test_an_answer_that_is_null_shares_no_text_with_the_other_one(tmp_path):
     """Without a column of prompts, both answers begin with the prompt."""
     data = [
