@@ -543,6 +543,16 @@ def test_bad_labels_name_their_row(tmp_path: Path, labels: list[Any], message: s
         classify.inputs_of(config(tmp_path))
 
 
+def test_a_bad_label_behind_blank_lines_names_its_own_record(tmp_path: Path) -> None:
+    """Of the second file: sources leave blank lines out of what they read."""
+    rows = [json.dumps({"image": [[0, 1], [2, 3]], "label": label}) for label in (0, 1, 0, -1)]
+    (tmp_path / "a.jsonl").write_text("\n".join([rows[0], "", rows[1]]) + "\n")
+    (tmp_path / "b.jsonl").write_text("\n".join([rows[2], "", "", rows[3]]) + "\n")
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    with pytest.raises(SourceError, match=r"b\.jsonl, row 3, column 'label': label -1"):
+        classify.inputs_of(config(tmp_path, {"data_files": files}))
+
+
 def test_names_of_held_out_rows_are_not_those_of_numbers(tmp_path: Path) -> None:
     images = [np.zeros((4, 4), np.uint8).tolist()] * 4
     for name, labels in (("images", [0, 1, 0, 1]), ("val", ["ant", "bee", "ant", "bee"])):

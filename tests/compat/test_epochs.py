@@ -213,7 +213,7 @@ def test_next_after_the_end_begins_where_an_iteration_would() -> None:
     loader.restore(state)
     assert bits([next(loader)]) == wanted[0][1:2]
     newest = iter(loader)  # so that the end of the own one moves nothing
-    assert bits(loader.__next__() for _ in range(len(loader) - 2)) == wanted[0][2:]
+    assert bits(next(loader) for _ in range(len(loader) - 2)) == wanted[0][2:]
     with pytest.raises(StopIteration):
         next(loader)
     assert bits([next(loader)]) == wanted[0][:1]

@@ -217,11 +217,12 @@ def test_device_arrays_fill_a_short_last_batch_with_nothing(caplog: pytest.LogCa
     assert "rows of zeros fill its last batch, and no integer column 'labels'" in caplog.text
     assert (first.tolist(), second.tolist()) == ([0, 1, 2, 0], [0.5, 0.5, 0.5, 0])
     assert isinstance(first, jax.Array)
+    refused = r"column 'text': it does not hold numbers.*Leave the"
+    with pytest.raises(PlacementError, match=refused):
+        next(iter(loader([{"text": "a"}] * 4, batch_size=4, prefetch_to_device=True)))
     for text in (np.array(["a"] * 4, object), np.array(["a"] * 4), np.array([b"a"] * 4)):
         collate = {"collate_fn": lambda rows, text=text: {"text": text}}
-        with pytest.raises(
-            PlacementError, match=r"column 'text': it does not hold numbers.*Leave the"
-        ):
+        with pytest.raises(PlacementError, match=refused):
             next(iter(loader([{"x": 1}] * 4, batch_size=4, prefetch_to_device=True, **collate)))
 
 

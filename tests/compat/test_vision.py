@@ -110,6 +110,7 @@ def test_resize_makes_one_size():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
+        ({"image": b"not an image"}, "row 0 of the batch: is not an image that Pillow reads"),
         (
             {"image": {"bytes": b"not an image", "path": "a.png"}},
             r"row 0 of the batch \(a\.png\): is not an image that Pillow reads: its bytes are of no "

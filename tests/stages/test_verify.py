@@ -574,8 +574,13 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "numbers",
-    [lambda rows: rows[::-1], lambda rows: rows + 1, lambda rows: rows - 1],
-    ids=["backwards", "later", "earlier"],
+    [
+        lambda rows: rows[::-1],
+        lambda rows: rows + 1000,
+        lambda rows: rows - 1,
+        lambda rows: rows + 1,
+    ],
+    ids=["backwards", "later", "earlier", "one later"],
 )
 def test_wrong_row_numbers_do_not_pass(tmp_path: Path, numbers: Callable[[Any], Any]) -> None:
     """Tokens, counts and checksums are right, and the documents are told of as other rows."""

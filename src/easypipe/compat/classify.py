@@ -40,8 +40,8 @@ from easypipe.core.errors import (
     require,
     require_known,
 )
-from easypipe.core.protocols import ShardedSource, select
-from easypipe.core.schema import LABELS, PIXEL_VALUES, TaskSpec, offsets_of
+from easypipe.core.protocols import Shard, ShardedSource, select
+from easypipe.core.schema import LABELS, PIXEL_VALUES, TaskSpec, row_numbers
 from easypipe.core.values import Batch, Dataset, Int64, JsonObject, Settings
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
@@ -212,7 +212,7 @@ class Images:
         ):
             require_known(column, have, f"data.{key}", f"{name} have no column {column!r}")
         self._classes = classes_of(source.schema.field(config.label_column))
-        self._columns, self._shards = [config.image_column, config.label_column], source.shards
+        self._columns, self._source = [config.image_column, config.label_column], source
         self.fingerprint = digest("images", COPY_VERSION, source.fingerprint, self._columns)
         self._table = self._mapped(select(source, self._columns), in_memory=dataset.in_memory)
 
@@ -297,10 +297,17 @@ class Images:
         return numbers
 
     def _place(self, column: str, row: int) -> str:
-        """Returns the file and the row in it of a row of all files, for error messages."""
-        starts = offsets_of([shard.num_rows or 0 for shard in self._shards])
-        shard = int(np.searchsorted(starts, row, side="right")) - 1
-        return place(self._shards[shard].name, row=row - int(starts[shard]), column=column)
+        """Returns the file and the record of a row of the table, for error messages.
+
+        Sources leave out some records, such as blank lines, so their numbers are read again.
+        """
+        before = 0
+        for shard, start, batch in _batches(select(self._source, [self._config.label_column])):
+            if row < before + batch.num_rows:
+                number = int(row_numbers(batch, start)[row - before])
+                return place(shard.name, row=number, column=column)
+            before += batch.num_rows
+        return place(self._name, row=row, column=column)  # the files are others now
 
     def _mapped(self, source: ShardedSource, *, in_memory: bool) -> pa.Table:
         """Returns the two columns, in memory or mapped from a copy in the cache folder."""
@@ -322,11 +329,16 @@ class Images:
         return _opened(path)
 
     def _read(self, source: ShardedSource) -> Iterator[pa.RecordBatch]:
-        for number, shard in enumerate(source.shards):
-            rows = shard.num_rows or 0
-            for start in range(0, rows, ROWS_AT_A_TIME):
-                stop = min(rows, start + ROWS_AT_A_TIME)
-                yield source.read(number, start, stop).select(self._columns)
+        for _, _, batch in _batches(source):
+            yield batch.select(self._columns)
+
+
+def _batches(source: ShardedSource) -> Iterator[tuple[Shard, int, pa.RecordBatch]]:
+    """Yields the rows of a source in order, some at a time, with their shard and first record."""
+    for number, shard in enumerate(source.shards):
+        rows = shard.num_rows or 0
+        for start in range(0, rows, ROWS_AT_A_TIME):
+            yield shard, start, source.read(number, start, min(rows, start + ROWS_AT_A_TIME))
 
 
 def _opened(path: Path) -> pa.Table:

@@ -265,7 +265,10 @@ class Deal:
         return Chunk(shard, place.chunk * self.piece, (place.chunk + 1) * self.piece, of_file=True)
 
     def first(self, stream: int, place: Place) -> Place | None:
-        """Returns the first chunk of `stream` at or after `place`; None after the last."""
+        """Returns the first chunk of `stream` at or after `place`; None after the last.
+
+        Documents were taken only from a place that is a chunk of this stream itself.
+        """
         dealt = self._dealt(place.epoch)
         mine = dealt.of(stream)
         here = mine[np.searchsorted(mine, place.entry) :][:1].tolist()
