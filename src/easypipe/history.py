@@ -220,14 +220,9 @@ def plan_of_run(
             notes.append(f"changed {span.steps}: {'; '.join(what) or ', '.join(span.changed)}")
         try:
             own = pipeline if not span.differs(here) else span.built(progress)
-            reports.append(
-                (
-                    span,
-                    own.plan(
-                        stop, prepare=prepare, by_step=by_step, begin=Begin(span.first, span.row)
-                    ),
-                )
-            )
+            begin = Begin(span.first, span.row)
+            planned = own.plan(stop, prepare=prepare, by_step=by_step, begin=begin)
+            reports.append((span, planned))
         except EasypipeError as error:
             notes.append(f"{span.steps} are not counted: {error}")
     if not reports:

@@ -68,14 +68,12 @@ def tokenize_and_save(
 ) -> SaveReport:
     """Tokenizes one dataset and writes its documents in their order.
 
-    It runs the stages source, tokenize and save of a Pipeline, with their options. Calling it again
-    continues an interrupted call.
+    It runs source, tokenize and save of a Pipeline; a second call continues an interrupted one.
 
     Args:
-        storage_options: The options for data_files; also for output_path, unless
-            output_storage_options are given.
-        progress: None shows rows and MB per second and the remaining time on the terminal, or logs
-            a line every half minute; `easypipe.core.protocols.silent` shows nothing.
+        storage_options: For data_files, and for output_path without output_storage_options.
+        progress: None shows the rate and the remaining time on the terminal, or logs them every
+            half minute; `easypipe.core.protocols.silent` shows nothing.
 
     Raises:
         EasypipeError: What `Pipeline.build` raises.

@@ -251,33 +251,7 @@ class CacheWriter(Generic[R]):
                     every.append(record.counts)
             counts = total(every)
             budget.require_documents(counts)
-            quarantine, checksum = "", ""
-            if budget.bad:
-                reasons = ", ".join(
-                    f"{reason} {count:,}" for reason, count in budget.reasons.items()
-                )
-                log.warning(
-                    "dataset %s: on_error is %r: %d of %d rows left out (%s)",
-                    self.dataset,
-                    self.on_error,
-                    budget.bad,
-                    counts.rows,
-                    reasons,
-                )
-            if self.on_error == "quarantine" and budget.bad:
-                column = self.encoder.columns[0]
-                quarantine, checksum = write_quarantine(
-                    self.folder, key, self.dataset, self._records(ranges), source, column
-                )
-                says = "its bad rows are in %s"
-                if self.folder.temporary:
-                    says = (
-                        "its tokens are not kept, and neither are its bad rows: %s is removed when "
-                        "this process ends"
-                    )
-                log.warning(
-                    f"dataset %s: {says}", self.dataset, self.folder.at("manifests", quarantine)
-                )
+            quarantine, checksum = self._left_out(key, ranges, budget, counts.rows)
             identity = self.encoder.tokenizer_identity
             manifest = Manifest(
                 dataset=self.dataset,
@@ -299,6 +273,36 @@ class CacheWriter(Generic[R]):
             manifest.counts.ledger(self.dataset, {}).check()
             self.folder.commit_manifest(manifest)
             return TokenCache(self.folder.manifest(key), dataset=self.dataset, folder=self.folder)
+
+    def _left_out(
+        self, key: str, ranges: Sequence[Range], budget: ErrorBudget, num_rows: int
+    ) -> tuple[str, str]:
+        """Logs what was left out; returns the name and the checksum of its file, "" if none."""
+        if not budget.bad:
+            return "", ""
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in budget.reasons.items())
+        log.warning(
+            "dataset %s: on_error is %r: %d of %d rows left out (%s)",
+            self.dataset,
+            self.on_error,
+            budget.bad,
+            num_rows,
+            reasons,
+        )
+        if self.on_error != "quarantine":
+            return "", ""
+        column = self.encoder.columns[0]
+        quarantine, checksum = write_quarantine(
+            self.folder, key, self.dataset, self._records(ranges), self.source, column
+        )
+        says = "its bad rows are in %s"
+        if self.folder.temporary:
+            says = (
+                "its tokens are not kept, and neither are its bad rows: %s is removed when "
+                "this process ends"
+            )
+        log.warning(f"dataset %s: {says}", self.dataset, self.folder.at("manifests", quarantine))
+        return quarantine, checksum
 
     def _record(self, piece: Range) -> Record | None:
         """Returns the committed record of a range; None if there is none."""

@@ -62,13 +62,11 @@ def plan(
 
     if of_images(config, overrides or []):
         require(prepare, "--no-prepare", "images have no tokens to prepare", "Leave it out.")
-        planned = _images_plan(config, overrides or [], steps, topology)
-        _show([planned], as_json, html)
+        _show([_images_plan(config, overrides or [], steps, topology)], as_json, html)
         return
     run = described(config, overrides or [])
     if topology is None:
-        report = _data_plan(run, steps, prepare, as_json)
-        _show([report], as_json, html)
+        _show([_data_plan(run, steps, prepare, as_json)], as_json, html)
         return
     compiled = _compiled(config, overrides or [], topology, as_json)
     if not as_json and html is None:

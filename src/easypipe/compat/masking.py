@@ -173,12 +173,8 @@ def create_masked_lm_collate(
         ConfigError: Something is missing.
     """
     known = None if tokenizer is None else as_tokenizer(tokenizer)
-    require(
-        0 < probability < 1,
-        "probability",
-        f"{probability} is not a share of tokens",
-        "Give one between 0 and 1.",
-    )
+    problem = f"{probability} is not a share of tokens"
+    require(0 < probability < 1, "probability", problem, "Give one between 0 and 1.")
     special, starts = list(special_token_ids), None
     if known is not None:
         own, masks = _specials(known)

@@ -270,13 +270,9 @@ def create_dataloaders(
     load = options.load_options()
     encoders = {train: _encoder(tokenizer, content_field) for train in (True, False)}
 
-    def made(path: Dataset, order: int, *, train: bool) -> Loader:
-        pipeline = stream(
-            _dataset(path, content_field, is_jsonl),
-            encoders[train],
-            seq_length,
-            shuffle_seed=order if train else None,
-        )
+    def made(path: Dataset, order: int | None, *, train: bool) -> Loader:
+        dataset = _dataset(path, content_field, is_jsonl)
+        pipeline = stream(dataset, encoders[train], seq_length, shuffle_seed=order)
         loader: Loader = pipeline.load(dataclasses.replace(load, drop_last=train)).build()
         own = loader if world_size == 1 else loader.of_rank(rank, world_size)
         require_a_batch("stream", own.rows, own.config)
@@ -285,7 +281,7 @@ def create_dataloaders(
     first = options.seed or 0
     return EpochLoader(
         lambda epoch: made(train_path, seed_of_epoch(first, epoch), train=True)
-    ), made(val_path, 0, train=False)
+    ), made(val_path, None, train=False)
 
 
 def stream(

@@ -125,11 +125,7 @@ class Trainer(Engine):
         config = (
             from_dict(TrainingConfig, changes) if config is None else with_aliases(config, changes)
         )
-        problem = "either it or a loader (`train`) says what to train on; give one of them"
-        require((data is None) != (train is None), "data", problem)
-        problem = f"{type(evals).__name__} does not name what is held out"
-        fix = 'Give it a name: {"held_out": ...}.'
-        require(evals is None or isinstance(evals, Mapping), "evals", problem, fix)
+        _check_data(data, train, evals)
         self._inputs = None
         if train is not None:
             _check_none(seq_length=seq_length, batch_size=batch_size, progress=progress)
@@ -180,6 +176,14 @@ def _check_names(fields: Settings, given: Settings) -> None:
             have = sorted({*given, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
             fix = did_you_mean(name, have) or meant(TrainingConfig, name)
             raise ConfigError(at=name, problem="no such option of Trainer", have=have, fix=fix)
+
+
+def _check_data(data: Data | None, train: BatchLoader | None, evals: Settings | None) -> None:
+    problem = "either it or a loader (`train`) says what to train on; give one of them"
+    require((data is None) != (train is None), "data", problem)
+    problem = f"{type(evals).__name__} does not name what is held out"
+    fix = 'Give it a name: {"held_out": ...}.'
+    require(evals is None or isinstance(evals, Mapping), "evals", problem, fix)
 
 
 def _check_none(**options: int | ProgressListener | None) -> None:

@@ -157,8 +157,7 @@ def retrying(
 
     Raises:
         MissingFileError: There is no file.
-        StorageError: Any other failure; the error names the public URL, the attempts and the last
-            cause.
+        StorageError: Any other failure, with the public URL, the attempts and the last cause.
     """
     policy = FIRST if _policy is DEFAULT and never_answered(url) else _policy
     started, attempt, stalls, extra = time.monotonic(), 0, 0, num_bytes / SLOWEST_BYTES_PER_S

@@ -229,9 +229,7 @@ def propose(
 
     Args:
         part: The Part.
-        kind: As in Part.propose.
-        columns: As in Part.propose.
-        roles: As in Part.propose.
+        kind: As in Part.propose, like columns and roles.
         typed: Whether errors ask for options of the command line, and not for arguments of Python.
 
     Raises:
@@ -274,12 +272,8 @@ def propose(
         f"Decide otherwise ({'--column PART=COLUMN' if typed else 'kind=, columns='}), or change "
         "the rows with format_callback.",
     )
-    return Proposal(
-        kind=found,
-        fields={**part.reads, **_fields(found, roles, part.rows)},
-        reasons=reasons,
-        trial=trial,
-    )
+    fields = {**part.reads, **_fields(found, roles, part.rows)}
+    return Proposal(kind=found, fields=fields, reasons=reasons, trial=trial)
 
 
 def _wanted(kind: str | None, *, typed: bool) -> str:

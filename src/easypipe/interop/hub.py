@@ -15,6 +15,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,10 +90,7 @@ def push(
         contents |= {CARD: publication.card.encode()} if own_card else {}
         progress(event)
         commit, url = repo.commit(
-            [
-                *(CommitOperationAdd(name, content) for name, content in contents.items()),
-                *map(CommitOperationDelete, stale),
-            ],
+            [*starmap(CommitOperationAdd, contents.items()), *map(CommitOperationDelete, stale)],
             f"easypipe: {len(files)} files, {publication.num_bytes:,} bytes",
         )
         progress(dataclasses.replace(event, done=len(files)))

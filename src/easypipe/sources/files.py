@@ -300,29 +300,8 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
         else ", which is relative to the current folder"
     )
     if os.path.isdir(path):
-        inside, links = [], []
-        for root, folders, names in os.walk(path):
-            inside += [os.path.join(root, name) for name in names]
-            links += [
-                os.path.join(root, name)
-                for name in folders
-                if name[0] not in "._" and os.path.islink(os.path.join(root, name))
-            ]
-        if links:
-            told = (
-                "they link to folders. Name those in data_files, or give a pattern with **, "
-                "where their files are wanted"
-            )
-            _warn_once(
-                "%s: %s %s not followed: %s",
-                text,
-                ", ".join(links[:3]),
-                "are" if len(links) > 1 else "is",
-                told,
-            )
-        return partitioned(
-            [_local(name) for name in data_files_in(path, text, inside, kinds)], path
-        )
+        inside = data_files_in(path, text, _names_below(path, text), kinds)
+        return partitioned([_local(name) for name in inside], path)
     if os.path.exists(path):  # before patterns, so that a file called data[1].txt can be named
         return [_local(path)]
     folder = nearest_folder(path)  # it exists, so brackets in its name are not a pattern
@@ -354,6 +333,25 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) and not os.path.exists(owner):
         fix += f" If it is a dataset of the Hub: hf://datasets/{text}."
     raise MissingFileError(at=text, problem="no such file or folder", have=near, fix=fix)
+
+
+def _names_below(folder: str, text: str) -> list[str]:
+    """Returns the files below a folder; links to other folders are not followed, with a warning."""
+    inside: list[str] = []
+    links: list[str] = []
+    for root, folders, names in os.walk(folder):
+        inside += [os.path.join(root, name) for name in names]
+        below = [os.path.join(root, name) for name in folders if name[0] not in "._"]
+        links += filter(os.path.islink, below)
+    if links:
+        _warn_once(
+            "%s: %s %s not followed: they link to folders. Name those in data_files, or give a "
+            "pattern with **, where their files are wanted",
+            text,
+            ", ".join(links[:3]),
+            "are" if len(links) > 1 else "is",
+        )
+    return inside
 
 
 def _matches(pattern: str, circles: list[str]) -> Iterable[str]:
@@ -434,12 +432,9 @@ def resolve_remote(
     name = remote.public_url(text)
     here = FileRef(path=name, num_bytes=0, identity="", url=text, storage_options=storage_options)
     # a single file on the Hub is read like any other, because saved folders name such files
-    require(
-        not text.startswith("hf://") or "." in text.rpartition("/")[2],
-        "data_files",
-        f"{name!r} is a dataset on the Hub",
-        "Read it with type='huggingface'.",
-    )
+    dataset = text.startswith("hf://") and "." not in text.rpartition("/")[2]
+    fix = "Read it with type='huggingface'."
+    require(not dataset, "data_files", f"{name!r} is a dataset on the Hub", fix)
     if remote.is_http(text):
         return [_resolve_http(text, here)]
 

@@ -64,9 +64,8 @@ class PlannedRows(NumberedRows):
         train_continued: bool = False,
     ) -> None:
         if len(plan.datasets) != len(caches):
-            raise PlanError(
-                at="plan", problem=f"{len(plan.datasets)} datasets, but {len(caches)} token caches"
-            )
+            problem = f"{len(plan.datasets)} datasets, but {len(caches)} token caches"
+            raise PlanError(at="plan", problem=problem)
         for dataset, cache in zip(plan.datasets, caches, strict=True):
             if dataset.num_docs != cache.num_docs:
                 raise PlanError(

@@ -110,12 +110,9 @@ class HuggingFaceShardedSource(Source):
         **options: Unpack[FileOptions],
     ) -> None:
         name = parse_hub_name(dataset)
-        require(
-            not name.revision or not revision or name.revision == revision,
-            "revision",
-            f"{revision!r}, but data_files says {name.revision!r}",
-            "Leave one of them out.",
-        )
+        same = not name.revision or not revision or name.revision == revision
+        problem = f"{revision!r}, but data_files says {name.revision!r}"
+        require(same, "revision", problem, "Leave one of them out.")
         require(
             not name.pattern or (not split and not subset),
             "split" if split else "subset",

@@ -49,9 +49,7 @@ class TokenizeStage(BaseStage):
             SourceError: A column is missing.
         """
         stage: TokenizeStageConfig = self.config or TokenizeStageConfig()
-        datasets = {
-            name: (i, dataset) for i, (name, dataset) in enumerate(datasets_of(context).items())
-        }
+        datasets = {name: (i, one) for i, (name, one) in enumerate(datasets_of(context).items())}
         kept = _kept_columns(data, datasets, stage)
         loaded: dict[str, Tokenizer] = {}
         pack = settings_of(context).pack
@@ -63,13 +61,11 @@ class TokenizeStage(BaseStage):
                 logger.info(
                     "dataset %s: holds %s already, tokenize() leaves it as it is", name, INPUT_IDS
                 )
-                result[name] = source
                 for option in () if dataset is None else _options_of_text(dataset):
-                    raise ConfigError(
-                        at=f"datasets[{number}].{option}",
-                        problem=f"has no effect: the rows of dataset {name!r} are tokens already",
-                        fix="Leave it out.",
-                    )
+                    problem = f"has no effect: the rows of dataset {name!r} are tokens already"
+                    at = f"datasets[{number}].{option}"
+                    raise ConfigError(at=at, problem=problem, fix="Leave it out.")
+                result[name] = source
                 continue
             require(
                 dataset is None or not dataset.aligned,
@@ -91,13 +87,12 @@ class TokenizeStage(BaseStage):
                     source = TransformedSource(source, ClassNames(names))
                 bad = {"on_error": dataset.on_error, "max_bad_rows": dataset.max_bad_rows}
                 options = {"form": form, **bad}
+            keep = stage.cache_tokenized
             result[name] = TokenizedShardedSource(
                 source,
                 loaded[key],
                 dataset=name,
-                cache_dir=cache_folder_of(
-                    name, dataset, source, context, keep=stage.cache_tokenized
-                ),
+                cache_dir=cache_folder_of(name, dataset, source, context, keep=keep),
                 num_workers=stage.num_workers,
                 batch_size=stage.batch_size,
                 progress=context.progress,

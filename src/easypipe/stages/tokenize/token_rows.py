@@ -59,10 +59,8 @@ def encode_texts(
     Args:
         batch_size: The most texts encoded at a time; affects memory and speed, never tokens.
         at: The name of the file in errors.
-        raw: Whether the texts are not from a template: special tokens and special_strings then
-            apply.
-        audit_key: A digest that decides which texts are encoded again with the reference; None:
-            none.
+        raw: Whether no template wrote the texts; special tokens and special_strings then apply.
+        audit_key: A digest that chooses the texts that the reference encodes too; None: none.
         lengths: How they are cut, instead of max_length.
 
     Raises:
@@ -86,8 +84,7 @@ def encode_texts(
     rows, mask, texts_made = rows[shaped.origin], shaped.mask, np.unique(shaped.origin)
     gone, counts = _cut_before(texts, rows)
     lost = shaped.truncated + gone
-    both = shaped.counts, counts
-    counts = {name: sum(one.get(name, 0) for one in both) for name in shaped.counts | counts}
+    counts = {n: shaped.counts.get(n, 0) + counts.get(n, 0) for n in shaped.counts | counts}
     continued = shaped.continued | (False if texts.goes_on is None else texts.goes_on[kept])
     found, special = int(strings[texts_made].sum()), int(shaped.added.sum())
     escapes = tokenizer.special.policy == "escape"

@@ -150,10 +150,8 @@ class CheckpointManager(Closeable):
     ) -> JsonObject:
         """Returns the arguments of `save`, by name.
 
-        The names are model, optimizer, scheduler, epoch, metrics, custom_state and loader.
-
-        `loader` is its saved state. A part that is not given here is returned as nested dicts of
-        arrays.
+        The names are model, optimizer, scheduler, epoch, metrics, custom_state and loader; `loader`
+        is its saved state. A part that is not given here is returned as nested dicts of arrays.
 
         Args:
             path: The path that `save` returned; None: the newest checkpoint.

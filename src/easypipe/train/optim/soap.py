@@ -70,8 +70,7 @@ def scale_by_soap(
         del params
         first = state.steps == 0
         bases = state.left_basis, state.right_basis
-        # Updates made, including this one; the first step makes none.
-        moved = jnp.maximum(state.steps, 1).astype(jnp.float32)
+        moved = jnp.maximum(state.steps, 1).astype(jnp.float32)  # updates, this one included
         keep = jnp.where(first, 0.0, 1.0)
         mu = jax.tree.map(
             lambda m, g: keep.astype(g.dtype) * (b1 * m + (1 - b1) * g), state.mu, updates

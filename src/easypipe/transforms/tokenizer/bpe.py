@@ -57,19 +57,15 @@ def train_bpe(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() == least < vocab_size:
+    size = tokenizer.get_vocab_size()
+    if size == least < vocab_size:
         raise TokenizerError(
             at=str(path),
             problem="no pair of bytes to merge: there is no text to learn from",
             fix="Give more text.",
         )
-    if tokenizer.get_vocab_size() < vocab_size:
-        log.warning(
-            "%s: the text gives %d tokens, and vocab_size is %d",
-            path,
-            tokenizer.get_vocab_size(),
-            vocab_size,
-        )
+    if size < vocab_size:
+        log.warning("%s: the text gives %d tokens, and vocab_size is %d", path, size, vocab_size)
     folder = Path(path)
     definition = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
     options = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "add_prefix_space": False}

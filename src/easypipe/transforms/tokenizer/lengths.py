@@ -272,8 +272,7 @@ def shape(
             start, stop = new[number], new[number + 1]
             new_mask[start : start + one.known] = 0
             new_mask[stop - (0 if one.ended else tail) : stop] = 0
-    special = _special(made)
-    uses = np.bincount(at, minlength=len(ids))
+    special, uses = _special(made), np.bincount(at, minlength=len(ids))
     gone = np.isin(np.repeat(np.arange(count), sizes), refused + untrained)
     sums = np.concatenate([[0], np.cumsum(special[at])])
     counts = {

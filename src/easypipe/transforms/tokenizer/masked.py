@@ -52,13 +52,7 @@ def encode_masked(
     before, after = tokenizer.surrounding if raw else ((), ())
     limit = None if whole else length_limit(tokenizer.config)
     eos = tokenizer.eos_token_id
-    tokens, special = _encoded(tokenizer, texts, spans, reference=reference), _none(texts)
-    if raw:
-
-        def escaped(text: str, i: int) -> tuple[Sequence[int], Mask]:
-            return _by_reference(tokenizer, text, spans[i], escaped=True)
-
-        tokens, special = tokenizer.special.settle(texts, tokens, escaped)
+    tokens, special = _settled(tokenizer, texts, spans, raw=raw, reference=reference)
     sizes, asked = tokens.sizes, np.asarray(ends, np.int64)
     front = ~_stands(before, tokens.offsets[:-1], tokens.ids, sizes)
     room = front * len(before)
@@ -119,6 +113,23 @@ def _by_reference(
 ) -> tuple[Sequence[int], Mask]:
     ((ids, starts, stops),) = tokenizer.encode_with_characters([text], escaped=escaped)
     return ids, token_mask(starts, stops, spans)
+
+
+def _settled(
+    tokenizer: Tokenizer,
+    texts: pa.LargeStringArray,
+    spans: Sequence[Sequence[Sequence[int]]],
+    *,
+    raw: bool,
+    reference: bool,
+) -> tuple[Tokens, Int64]:
+    """Returns the tokens of the texts alone, and how many special strings are in each of them."""
+
+    def escaped(text: str, i: int) -> tuple[Sequence[int], Mask]:
+        return _by_reference(tokenizer, text, spans[i], escaped=True)
+
+    tokens = _encoded(tokenizer, texts, spans, reference=reference)
+    return tokenizer.special.settle(texts, tokens, escaped) if raw else (tokens, _none(texts))
 
 
 def _encoded(
