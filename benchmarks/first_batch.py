@@ -31,7 +31,9 @@ from easypipe import (
     Pipeline,
     PipelineConfig,
 )
-from easypipe.cache.manifest import Counts, Manifest, Part, TokenizerIdentity, write_manifest
+from easypipe.cache.blocks import block_sums
+from easypipe.cache.folder import CacheFolder
+from easypipe.cache.manifest import Counts, Manifest, Part, TokenizerIdentity, fingerprint_of
 from easypipe.cache.reader import TokenCache, cache_schema
 from easypipe.core.protocols import ShardedDataSource
 
@@ -58,7 +60,8 @@ def sparse_cache(folder: Path, num_bytes: int) -> Path:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    data = np.frombuffer(sink.getvalue(), np.uint8)
+    buffer = sink.getvalue()
+    data, blocks = np.frombuffer(buffer, np.uint8), block_sums(buffer)
     used = np.array([data[at : at + BLOCK].any() for at in range(0, data.size, BLOCK)])
     edges = np.flatnonzero(np.diff(used, prepend=False, append=False)) * BLOCK
     runs = [(int(a), data[a:b].tobytes()) for a, b in edges.reshape(-1, 2)]
@@ -81,28 +84,28 @@ def sparse_cache(folder: Path, num_bytes: int) -> Path:
                 tokens=tokens,
                 file=name,
                 num_bytes=data.size,
+                blocks=blocks,
             )
         )
     rows = len(parts) * docs
+    tokenizer = TokenizerIdentity(
+        name="none", fingerprint="none", vocab_size=VOCAB, eos_token_id=EOS
+    )
     manifest = Manifest(
         dataset="text",
         key="sparse",
         content_field="text",
-        tokenizer=TokenizerIdentity(
-            name="none", fingerprint="none", vocab_size=VOCAB, eos_token_id=EOS
-        ),
+        tokenizer=tokenizer,
         shard_names=("text",),
         shard_rows=(rows,),
         parts=tuple(parts),
         counts=Counts(
             rows=rows, docs=rows, encoded=len(parts) * tokens, tokens=len(parts) * tokens
         ),
-        fingerprint=f"sparse {len(parts)}",
+        fingerprint=fingerprint_of(tokenizer, parts),
     )
-    path = folder / "manifests" / "sparse.json"
-    path.parent.mkdir(parents=True)
-    write_manifest(path, manifest)
-    return path
+    CacheFolder(folder).commit_manifest(manifest)
+    return folder / "manifests" / "sparse.json"
 
 
 class Cached(ShardedDataSource):
@@ -114,6 +117,9 @@ class Cached(ShardedDataSource):
 
     def materialize(self) -> TokenCache:
         return TokenCache(self._path)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        return self.materialize().read(shard, start, stop)
 
 
 class OpenCache(BaseStage):

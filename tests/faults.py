@@ -489,7 +489,7 @@ FAULTS = [
     fault("a column of nulls is not text to fill in", "transforms/prompt/fill_in_the_middle.py",
           "tests/transforms/test_fill_in_the_middle.py -k without_any", "is_text(kind) or pa.types.is_null(kind),", "is_text(kind),"),
     fault("links that nobody reads are told", "sources/files.py", "tests/sources/test_files.py -k links_that",
-          'if name[0] not in "._" and os.path.islink', "if os.path.islink"),
+          ' for name in folders if name[0] not in "._"]', " for name in folders]"),
     fault("discover numbers rows from 1", "discovery/findings.py", "tests/stages/test_discover.py -k test_command",
           "for i, row in enumerate(part.sample)", "for i, row in enumerate(part.sample, 1)"),
     fault("discover --json has no notes", "discovery/findings.py", "tests/stages/test_discover.py -k test_command",

@@ -191,8 +191,11 @@ class BlockChecks:
                 inside[-(-first // BLOCK) : last // BLOCK] = True
         self.check(part, np.flatnonzero(~inside).tolist(), address)
         sound()
-        self._done(at, at + 1)
-        self._indexes_left = int(np.count_nonzero(self._flags[self._first[:-1]] == 0))
+        with self._lock:
+            if not self._flags[at]:  # another thread may have checked it meanwhile
+                self._flags[at] = 1
+                self._left -= 1
+                self._indexes_left -= 1
 
     def check(self, part: int, blocks: Iterable[int], address: int, ahead: int = 0) -> None:
         """Checks blocks of a part whose index was checked before.

@@ -14,6 +14,7 @@ import functools
 import itertools
 import mmap
 import os
+import stat
 import sys
 import threading
 import weakref
@@ -121,15 +122,12 @@ class MappedFiles:
         # not at exit: threads that still read when the process ends would crash
         gone.atexit = False
         self.stays = may_map(self._region, len(paths))
+        # the most files that should be held at once; more are held if necessary
+        self.most = sys.maxsize if self.stays else max(1, most_maps() // 4)
         self._batches: list[pa.RecordBatch] = []  # filled only if all files stay
         for i in range(len(paths) if self.stays else 0):
             self._bring(i)
             self._batches.append(self._batch(i))
-
-    @property
-    def most(self) -> int:
-        """The most files that should be held at once; more are held if necessary."""
-        return sys.maxsize if self.stays else max(1, most_maps() // 4)
 
     def batch(self, i: int) -> pa.RecordBatch:
         """Returns the documents of a file that is held, without a copy.
@@ -181,14 +179,17 @@ class MappedFiles:
         """Maps file i in its place."""
         path, size = self._paths[i], self._sizes[i]
         try:
-            descriptor = os.open(endless_refused(path), os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
         except FileNotFoundError as error:
             raise CacheError(at=path, problem="missing from the token cache", fix=AGAIN) from error
         except OSError as error:
             raise CacheError(at=path, problem=f"cannot be read: {error}", fix=AGAIN) from error
         try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                endless_refused(path)
             # touching a map past the end of its file would crash the process
-            found = os.fstat(descriptor).st_size
+            found = status.st_size
             if found != size:
                 raise CacheError(
                     at=path, problem=f"{found} bytes, committed with {size}", fix=AGAIN

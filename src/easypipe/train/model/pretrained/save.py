@@ -151,8 +151,8 @@ def save_pretrained(
         f"{type(module).__name__} is not a Decoder, and others have no class in transformers",
         "easypipe.CheckpointManager saves and loads them.",
     )
-    problem = f"{max_shard_bytes} is not a size"
-    require(max_shard_bytes >= 1, "max_shard_bytes", problem, "5_000_000_000 is usual.")
+    fix = "5_000_000_000 is usual."
+    require(max_shard_bytes >= 1, "max_shard_bytes", f"{max_shard_bytes} is not a size", fix)
     module = merge_lora(module)
     copied = _tokenizer_files(tokenizer)
     config, generation = config_json(
