@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -511,9 +512,30 @@ def test_a_pass_without_a_batch_is_an_error_and_not_the_end_of_data(
             SourceError,
             match=r"the rows that were read do not fill a batch: 'd': "
             + ("1 documents" if drop_last else "9 too_long"),
-        ):
+        ) as caught:
             next(iter(loader))
+        assert ("with drop_last=False a batch need not be full" in str(caught.value)) is drop_last
     assert loader.state().batch == 0
+
+
+class Books:
+    """200 rows: one block of a source of a user's."""
+
+    version = "1"
+    shard_names = ("0",)
+
+    def open_shard(self, shard_name: str) -> Iterator[dict[str, str]]:
+        yield from ({"text": f"book {i}"} for i in range(200))
+
+
+def test_a_source_of_few_rows_says_how_many_a_stream_takes(tmp_path: Path) -> None:
+    dataset = DatasetConfig(name="d", data_files=Books())
+    config = pipelines.config(tmp_path, datasets=(dataset,), streaming=True)
+    loader = Pipeline(config).source().tokenize().load({"batch_size": 2}).build()
+    with pytest.raises(ConfigError, match="256 rows of a source of your own"):
+        list(loader)
+    loader = Pipeline(config).source().tokenize().load({"batch_size": 2, "num_streams": 1}).build()
+    assert sum(len(batch[INPUT_IDS]) for batch in loader) == 200
 
 
 @examples(20)

@@ -36,6 +36,7 @@ from easypipe import (
     CacheError,
     ConfigError,
     DatasetConfig,
+    EasypipeError,
     MissingFileError,
     MixStageConfig,
     PackStageConfig,
@@ -367,6 +368,24 @@ def test_a_shard_that_is_lost_or_cut_is_noticed_and_written_again(tmp_path: Path
     assert (report.folders[0].resumed_shards, report.folders[0].up_to_date) == (2, False)
     assert contents(out) == whole
     assert second.exists()
+
+
+@pytest.mark.parametrize(("kind", "codec"), EVERY)
+def test_a_changed_bit_is_an_error_before_a_row_is_read(
+    tmp_path: Path, kind: str, codec: str
+) -> None:
+    packed(tmp_path).save(
+        SaveStageConfig(output_dir=tmp_path / "out", format=kind, compression=codec)
+    ).build()
+    [path] = (tmp_path / "out").glob("part-*")
+    whole = path.read_bytes()
+    for at in range(len(whole) // 10, len(whole), len(whole) // 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        source = SavedSource(tmp_path / "out")
+        with pytest.raises(EasypipeError, match=re.escape(path.name)):
+            source.read(0, 0, 1)
+    path.write_bytes(whole)
+    assert SavedSource(tmp_path / "out").read(0, 0, 1).num_rows == 1
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:

@@ -158,11 +158,13 @@ class LoaderState:
         if not changed:
             return self
         if not set(changed) <= set(allow_changed):
+            ranks = self.config.get("world_size") or 1
+            given = f" ({self.row} rows of each of {ranks} ranks were given)" if ranks > 1 else ""
             raise StateError(
                 at="loader state",
                 problem=problem,
                 fix="Restore into the pipeline that saved it, start a new run, "
-                f"or go on from row {self.row} of what there is now with restore(state, "
+                f"or go on from row {self.row} of what there is now{given} with restore(state, "
                 f"allow_changed={changed}).",
             )
         if len(self.changes) == MAX_CHANGES:

@@ -10,6 +10,7 @@ _easypipe.json                        the manifest, committed last; missing if t
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 from typing_extensions import TypedDict  # pydantic requires it before Python 3.12
 
+from easypipe.cache.verify import wrong_bytes
 from easypipe.core import storage
 from easypipe.core.checked import read_checked, shaped
 from easypipe.core.errors import CacheError, DamagedFileError, MissingFileError
@@ -47,6 +49,7 @@ from easypipe.sources.open import open_files
 from easypipe.sources.refs import format_of
 
 MANIFEST = "_easypipe.json"
+REMAKE = "Save the data again, with overwrite=True."
 FORMAT_VERSION = 1
 EMPTY_BYTES = 20  # the most that a codec of JSON lines writes for no rows
 
@@ -192,9 +195,7 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
     try:
         text = read_checked(path, storage_options, older=_KEYS)
     except DamagedFileError as error:
-        raise CacheError(
-            at=path, problem=error.problem, fix="Save the data again, with overwrite=True."
-        ) from None
+        raise CacheError(at=path, problem=error.problem, fix=REMAKE) from None
     version = text.get("format_version")
     if version != FORMAT_VERSION:
         raise CacheError(
@@ -265,6 +266,8 @@ class _Shape(TypedDict):
 class SavedSource(Source):
     """The rows of a saved folder, in the columns and types they were saved with.
 
+    The checksum of a local shard is compared before its first row is read, once in a process.
+
     Raises:
         CacheError: A shard is missing, or its size differs from the manifest.
     """
@@ -286,6 +289,8 @@ class SavedSource(Source):
             else InMemoryShardedSource(self.schema.empty_table(), name=self.saved[0].name)
         )
         self.waits = self._files.waits
+        self._sound = [storage.is_remote(join(folder, shard.name)) for shard in self.saved]
+        self._locks = [threading.Lock() for _ in self.saved]
 
     @property
     def info(self) -> SourceInfo:
@@ -309,7 +314,7 @@ class SavedSource(Source):
                 raise CacheError(
                     at=join(self.folder, saved.name),
                     problem=f"{shard.num_rows} rows, the manifest says {saved.num_rows}",
-                    fix="Save the data again, with overwrite=True.",
+                    fix=REMAKE,
                 )
         return tuple(
             Shard(
@@ -325,10 +330,21 @@ class SavedSource(Source):
         return fetched(self._files, shard, start, stop)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        if not self._sound[shard]:
+            self._require_sound(shard)
         batch = self._files.read(shard, start, stop)
         # JSON knows only int64 and string
         columns = [batch.column(field.name).cast(field.type) for field in self.schema]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+    def _require_sound(self, shard: int) -> None:
+        saved = self.saved[shard]
+        with self._locks[shard]:
+            path = join(self.folder, saved.name).removeprefix("file://")
+            wrong = wrong_bytes(path, saved.num_bytes, saved.checksum, None)
+            if wrong is not None:
+                raise CacheError(at=path, problem=wrong, fix=REMAKE)
+            self._sound[shard] = True
 
 
 def load_saved(path: str | Path, storage_options: StorageOptions = None) -> SavedSource:
@@ -381,5 +397,5 @@ def _check_size(path: str, num_bytes: int, storage_options: StorageOptions) -> N
         raise CacheError(
             at=path,
             problem=f"{size} bytes, the manifest says {num_bytes}",
-            fix="Save the data again, with overwrite=True.",
+            fix=REMAKE,
         )

@@ -50,6 +50,11 @@ EMPTY_PASSES = 64
 KEPT_BYTES = 16 << 20
 # The most entries of passes whose deal is kept; streams may be in different passes.
 KEPT_ENTRIES = 1 << 16
+# why a stream may get nothing of small data
+FEWER_STREAMS = (
+    "Use fewer streams, or leave streaming out: each stream reads whole pieces of a dataset (256 "
+    "rows of a source of your own), and this one has too few."
+)
 FILES = "files to each stream"  # the ledger's unit for files with uncounted content
 MOST_AHEAD = 32  # the most chunks of one stream and dataset that are read or being read ahead
 
@@ -564,7 +569,7 @@ class Cursor:
                 f"dataset {self._deal.source.name!r} has no document in the share of "
                 f"stream {self._stream} of "
                 f"{self._deal.num_streams}, pass after pass",
-                "Use fewer streams, or leave streaming out: the dataset is small.",
+                FEWER_STREAMS,
             )
             self.begin(self._start.epoch + 1)
             return True

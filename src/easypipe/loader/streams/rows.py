@@ -337,11 +337,11 @@ class StreamReader(RowReader):
             for one in ledger_of(totals, rows.names, rows.spec).entries
             if (one.stage, one.unit) == ("stream", "rows")
         ]
+        few = "; with drop_last=False a batch need not be full" if totals.table.any() else ""
         raise SourceError(
             at=rows.name,
             problem=f"the rows that were read do not fill a batch: {'; '.join(read)}",
-            fix="Check the columns that are named and the files; with drop_last=False a batch need "
-            "not be full.",
+            fix=f"Check the columns that are named, the filters and the files{few}.",
         ) from None
 
     def _begin(self) -> None:

@@ -16,7 +16,7 @@ from easypipe.core.values import Int32, Int64, UInt64
 from easypipe.loader.collate import address
 from easypipe.loader.prefetch import ReadPool
 from easypipe.loader.rows.gather import Tables
-from easypipe.loader.streams.feed import Cursor, Deal, Loaded, Piece, Place
+from easypipe.loader.streams.feed import FEWER_STREAMS, Cursor, Deal, Loaded, Piece, Place
 from easypipe.loader.streams.ledger import StreamTotals
 from easypipe.loader.streams.spec import StreamSpec
 from easypipe.loader.streams.state import StreamState
@@ -314,7 +314,7 @@ class Stream:
             at="num_streams",
             problem=f"a whole pass of stream {self.number} of {spec.num_streams} over its share of "
             f"{', '.join(map(repr, self._feed.names))} had no row, and another would have none",
-            fix="Use fewer streams, or leave streaming out: the data is small.",
+            fix=FEWER_STREAMS,
         )
 
 
