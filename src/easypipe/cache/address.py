@@ -6,11 +6,12 @@ only valid while the object that it came from exists.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from easypipe.core.jit import jit, later
+from easypipe.core.values import Bools, Int32, Int64, Integer, UInt64
 
 
 def _pointer(kind: str) -> Any:
@@ -42,8 +43,37 @@ uint16_at = _pointer("uint16")
 uint32_at = _pointer("uint32")
 
 
+class Buffers(NamedTuple):
+    """The addresses of all parts in memory, for kernels; there are P parts.
+
+    They are valid while the TokenCache that returned them exists.
+
+    Attributes:
+        first_doc: Int64[P+1], the documents before each part, and in all.
+        ids_address: UInt64[P], the first token of the part, `id_bytes` bytes each (unsigned).
+        offsets_address: UInt64[P], the int64 offsets of the documents in the part, one more than
+            there are documents.
+        mask_address: UInt64[P], the uint8 loss_mask, one per token; 0 if every token is a target.
+        eos_address: UInt64[P], a uint8 per document (schema.HAS_EOS): 1 if packing adds no EOS
+            after it.
+        file_address: UInt64[P], the first byte of the part's file.
+        checked_address: UInt64[P], flags of the blocks that were checked (cache/blocks.py); 0 if
+            nothing has to be checked.
+        id_bytes: The bytes of a token id.
+    """
+
+    first_doc: Int64
+    ids_address: UInt64
+    offsets_address: UInt64
+    mask_address: UInt64
+    eos_address: UInt64
+    file_address: UInt64
+    checked_address: UInt64
+    id_bytes: int
+
+
 @jit
-def _part_of(doc, first_doc, part):  # type: ignore[no-untyped-def]
+def _part_of(doc: int, first_doc: Int64, part: Integer) -> Integer:
     """Returns the part that holds `doc`; tries `part` first, as neighbours are usually together."""
     if first_doc[part] <= doc < first_doc[part + 1]:
         return part
@@ -51,13 +81,13 @@ def _part_of(doc, first_doc, part):  # type: ignore[no-untyped-def]
 
 
 @jit
-def list_lengths(docs, first_doc, offsets_address, out):  # type: ignore[no-untyped-def]
+def list_lengths(docs: Int64, first_doc: Int64, offsets_address: UInt64, out: Int32) -> None:
     """Writes document lengths: out[i] = offsets[d + 1] - offsets[d] in the part of docs[i].
 
     Args:
         docs: Int64[n], numbers of documents.
-        first_doc: As in reader.Buffers.
-        offsets_address: As in reader.Buffers.
+        first_doc: As in Buffers.
+        offsets_address: As in Buffers.
         out: Int[n], filled with the lengths.
     """
     part = 0
@@ -70,11 +100,11 @@ def list_lengths(docs, first_doc, offsets_address, out):  # type: ignore[no-unty
 
 
 @jit
-def count_zeros(first_doc, bytes_address):  # type: ignore[no-untyped-def]
+def count_zeros(first_doc: Int64, bytes_address: UInt64) -> int:
     """Returns how many documents have a byte of 0.
 
     Args:
-        first_doc: As in reader.Buffers.
+        first_doc: As in Buffers.
         bytes_address: UInt64[P], where each part has a byte per document.
     """
     zeros = 0
@@ -86,12 +116,12 @@ def count_zeros(first_doc, bytes_address):  # type: ignore[no-untyped-def]
 
 
 @jit
-def byte_values(docs, first_doc, bytes_address, out):  # type: ignore[no-untyped-def]
+def byte_values(docs: Int64, first_doc: Int64, bytes_address: UInt64, out: Bools) -> None:
     """Writes whether the byte of each document is not 0: out[i] for docs[i].
 
     Args:
         docs: Int64[n], numbers of documents.
-        first_doc: As in reader.Buffers.
+        first_doc: As in Buffers.
         bytes_address: UInt64[P], where each part has a byte per document.
         out: Bool[n], filled with the result.
     """

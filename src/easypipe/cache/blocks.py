@@ -23,13 +23,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from easypipe.cache.address import int64_at, uint8_at
+from easypipe.cache.address import Buffers, int64_at, uint8_at
 from easypipe.cache.manifest import Part
 from easypipe.core.errors import CacheError
 from easypipe.core.jit import jit
 from easypipe.core.schema import offsets_of
 from easypipe.core.storage import Stamp
-from easypipe.core.values import Int64
+from easypipe.core.values import Int64, Integer, UInt64
 
 SHIFT = 16
 BLOCK = 1 << SHIFT
@@ -258,7 +258,15 @@ def noted(todo: Int64) -> dict[int, set[int]]:
 
 
 @jit
-def note(checked_at, file_at, address, num_bytes, part, todo, count):
+def note(
+    checked_at: np.uint64,
+    file_at: np.uint64,
+    address: np.int64,
+    num_bytes: Integer,
+    part: Integer,
+    todo: Int64,
+    count: Integer,
+) -> Integer:
     """Adds the unchecked blocks of a stretch of memory to `todo`, while there is space.
 
     Args:
@@ -283,7 +291,7 @@ def note(checked_at, file_at, address, num_bytes, part, todo, count):
 
 
 @jit
-def note_documents(docs, buffers, todo):
+def note_documents(docs: Int64, buffers: Buffers, todo: Int64) -> Integer:
     """Adds the unchecked blocks with tokens and masks of `docs` to `todo`, as `note` does.
 
     INDEX means a part's index, which comes first.
@@ -298,7 +306,7 @@ def note_documents(docs, buffers, todo):
     """
     count, id_bytes = np.int64(0), buffers.id_bytes
     for doc in docs:
-        part = np.searchsorted(buffers.first_doc, doc, side="right") - 1
+        part: Integer = np.searchsorted(buffers.first_doc, doc, side="right") - 1
         checked, file = buffers.checked_address[part], buffers.file_address[part]
         if checked == 0:
             continue
@@ -318,7 +326,9 @@ def note_documents(docs, buffers, todo):
 
 
 @jit
-def note_values(docs, buffers, addresses, size, todo):
+def note_values(
+    docs: Int64, buffers: Buffers, addresses: UInt64, size: int, todo: Int64
+) -> Integer:
     """Adds the unchecked blocks with values of an aligned column, as `note_documents` does.
 
     The indexes were checked before.
@@ -332,7 +342,7 @@ def note_values(docs, buffers, addresses, size, todo):
     """
     count = np.int64(0)
     for doc in docs:
-        part = np.searchsorted(buffers.first_doc, doc, side="right") - 1
+        part: Integer = np.searchsorted(buffers.first_doc, doc, side="right") - 1
         checked, file = buffers.checked_address[part], buffers.file_address[part]
         if checked != 0 and addresses[part] != 0:
             offsets, local = int64_at(buffers.offsets_address[part]), doc - buffers.first_doc[part]

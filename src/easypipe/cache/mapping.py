@@ -205,7 +205,7 @@ class MappedFiles:
         finally:
             os.close(descriptor)
 
-    def _drop(self, i: int) -> None:
+    def drop(self, i: int) -> None:
         """Unmaps file i; its addresses stay reserved."""
         done = _map(
             int(self.addresses[i]), max(self._sizes[i], 1), _NOTHING, _RESERVED | _FIXED, -1
@@ -265,7 +265,7 @@ def _shrink(most: int) -> None:
         # While this reference is held, its addresses cannot be given to another cache.
         owner = entry.owner()
         if owner is not None:
-            owner._drop(key[1])
+            owner.drop(key[1])
 
 
 def _forget(number: int, region: int, num_bytes: int) -> None:

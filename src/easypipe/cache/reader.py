@@ -13,18 +13,18 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
-from easypipe.cache.address import byte_values, count_zeros, list_lengths
+from easypipe.cache.address import Buffers, byte_values, count_zeros, list_lengths
 from easypipe.cache.blocks import (
     AHEAD,
     INDEX,
@@ -55,35 +55,6 @@ from easypipe.core.schema import (
 from easypipe.core.values import Array, Bools, Int32, Int64, Integers, UInt64
 
 _NONE = np.empty(0, np.int64)
-
-
-class Buffers(NamedTuple):
-    """The addresses of all parts in memory, for kernels; there are P parts.
-
-    They are valid while the TokenCache that returned them exists.
-
-    Attributes:
-        first_doc: Int64[P+1], the documents before each part, and in all.
-        ids_address: UInt64[P], the first token of the part, `id_bytes` bytes each (unsigned).
-        offsets_address: UInt64[P], the int64 offsets of the documents in the part, one more than
-            there are documents.
-        mask_address: UInt64[P], the uint8 loss_mask, one per token; 0 if every token is a target.
-        eos_address: UInt64[P], a uint8 per document (schema.HAS_EOS): 1 if packing adds no EOS
-            after it.
-        file_address: UInt64[P], the first byte of the part's file.
-        checked_address: UInt64[P], flags of the blocks that were checked (cache/blocks.py); 0 if
-            nothing has to be checked.
-        id_bytes: The bytes of a token id.
-    """
-
-    first_doc: Int64
-    ids_address: UInt64
-    offsets_address: UInt64
-    mask_address: UInt64
-    eos_address: UInt64
-    file_address: UInt64
-    checked_address: UInt64
-    id_bytes: int
 
 
 class TokenFiles(Protocol):
@@ -350,7 +321,7 @@ class TokenCache(Source):
         return not self._files.stays
 
     @contextlib.contextmanager
-    def pin(self, docs: Int64) -> Iterator[None]:
+    def pin(self, docs: Int64) -> Generator[None, None, None]:
         """Holds documents for the duration of the block; the only way to read them by address.
 
         They are fetched, mapped, and checked when first touched, and are at the addresses of
@@ -456,7 +427,7 @@ class TokenCache(Source):
         return Buffers(self._first_doc, ids, offsets, mask, eos, files, checked, id_bytes)
 
     @contextlib.contextmanager
-    def _index(self, parts: Int64) -> Iterator[None]:
+    def _index(self, parts: Int64) -> Generator[None, None, None]:
         """Holds the checked index of `parts` (Int64[n]) for the length of the block."""
         with self._files.hold(parts):
             self._check_index(np.unique(parts).tolist() if self._blocks.index_pending else ())
@@ -538,7 +509,9 @@ class TokenCache(Source):
 
 
 @contextlib.contextmanager
-def pin(caches: Sequence[TokenCache], dataset: Integers, docs: Int64) -> Iterator[None]:
+def pin(
+    caches: Sequence[TokenCache], dataset: Integers, docs: Int64
+) -> Generator[None, None, None]:
     """Holds documents of several caches for the duration of the block, as `TokenCache.pin` does.
 
     Documents that a cache does not have are left for the reader to report.

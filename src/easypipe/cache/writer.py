@@ -153,7 +153,7 @@ class CacheWriter(Generic[R]):
         ranges = self.ranges()
         if storage.exists(self.path(), self.folder.options):
             return [], len(ranges)
-        return [i for i, one in enumerate(ranges) if self._record(one) is None], len(ranges)
+        return [i for i, one in enumerate(ranges) if self.record(one) is None], len(ranges)
 
     def is_filled(self) -> bool:
         """Returns whether the token cache can be opened without further work."""
@@ -304,7 +304,7 @@ class CacheWriter(Generic[R]):
         log.warning(f"dataset %s: {says}", self.dataset, self.folder.at("manifests", quarantine))
         return quarantine, checksum
 
-    def _record(self, piece: Range) -> Record | None:
+    def record(self, piece: Range) -> Record | None:
         """Returns the committed record of a range; None if there is none."""
         record = read_record(record_path(self.folder, piece), piece.shard, self.folder.options)
         if record is None or (record.part.start, record.part.stop) != (piece.start, piece.stop):
@@ -313,7 +313,7 @@ class CacheWriter(Generic[R]):
 
     def _records(self, ranges: Sequence[Range]) -> Iterator[Record]:
         for piece in ranges:
-            record = self._record(piece)
+            record = self.record(piece)
             assert record is not None, "every range was committed"
             yield record
 
@@ -396,7 +396,7 @@ class _Work(Generic[R]):
         """
         name, dataset = self._writer.source.shards[piece.shard].name, self._writer.dataset
         try:
-            record = self._writer._record(piece)
+            record = self._writer.record(piece)
             if record is not None and self._is_whole(record.part):
                 self._count(ranges_reused=1)
                 return record

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +24,8 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _STEP = 0x9E3779B97F4A7C15  # its increment, an odd number near 2^64 divided by the golden ratio
 _WORD = (1 << 64) - 1
+
+Words = TypeVar("Words", UInt64, np.uint64)  # or one word, in a kernel
 
 
 def fold(seed: int, *names: str | int) -> int:
@@ -43,7 +46,7 @@ def draw_seed() -> int:
     return secrets.randbits(31)
 
 
-def mix64(values: UInt64) -> UInt64:
+def mix64(values: Words) -> Words:
     """Applies the finalizer of SplitMix64: a bijection of 64-bit words that scatters every bit."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2

@@ -25,10 +25,12 @@ import numpy as np
 
 from easypipe.core.errors import PlanError
 from easypipe.core.jit import jit
-from easypipe.core.values import Bools, Int32, Int64
+from easypipe.core.values import Bools, Int32, Int64, Integer
 from easypipe.plan.mix_schedule import apportion
 
 Stop = Literal["restart", "first_exhausted", "all_exhausted"]
+Calendar = tuple[Int64, Int32, Int32]  # deadline, released, behind: see `_draw_into`
+Mixture = tuple[Int64, Int64, Int64, Bools, Int64]  # weights, left, deficits, active, counts
 
 # times 2k - 2 and with a sign, it stays in an Int64 for up to MAX_DATASETS
 MAX_WEIGHT_SUM = 1 << 40
@@ -132,7 +134,8 @@ def draw(
     dataset = np.empty(num_draws, dtype=np.int32)
     counts = np.zeros(weights.shape[0], dtype=np.int64)
     left, leave = remaining.copy(), stop != "first_exhausted"
-    made, ended = _draw_into(weights, left, deficits, active, leave, dataset, counts)
+    mixture = (weights, left, deficits, active, counts)
+    made, ended = _draw_into(mixture, leave, dataset)
     return Draws(
         dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=bool(ended)
     )
@@ -167,10 +170,9 @@ def remaining(num_docs: Int64, drawn: Int64, stop: Stop, caps: Sequence[int | No
 
 
 @jit
-def _draw_into(weights, left, deficits, active, leave, dataset, counts):
-    """Returns (draws made, whether the epoch ended); changes left, deficits, active, dataset and
-    counts in place.
-    """
+def _draw_into(mixture: Mixture, leave: bool, dataset: Int32) -> tuple[int, bool]:
+    """Returns (draws made, whether the epoch ended); changes all but weights in place."""
+    weights, left, deficits, active, counts = mixture
     num_datasets, limit = weights.shape[0], dataset.shape[0]
     base = np.empty(num_datasets, np.int64)  # the deficit after n draws is base + n * weight
     deadline = np.empty(num_datasets, np.int64)
@@ -206,11 +208,11 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
         size = 0
         while True:
             n = made + 1  # this draw, counted from 1
-            i = released[n]
+            i: Integer = released[n]
             while i >= 0:
                 size = _push(ready, size, deadline[i] << _NUMBER_BITS | i)
                 i = behind[i]
-            chosen = ready[0] & _NUMBER
+            chosen: int = ready[0] & _NUMBER
             ended = left[chosen] == 0  # only if exhausted datasets stay in the mixture
             if ended or made == limit:
                 deficits[:] = np.where(active, base + made * weights, 0)
@@ -230,7 +232,9 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
 
 
 @jit
-def _book(i, owed, made, weight, total, slack, calendar):
+def _book(
+    i: Integer, owed: int, made: int, weight: int, total: int, slack: Integer, calendar: Calendar
+) -> None:
     """Sets when the next draw of dataset `i` may come and when it must have come.
 
     The dataset is owed `owed` after `made` draws.
@@ -245,7 +249,7 @@ def _book(i, owed, made, weight, total, slack, calendar):
 
 
 @jit
-def _push(heap, size, value):
+def _push(heap: Int64, size: int, value: int) -> int:
     at = size
     while at > 0 and heap[(at - 1) >> 1] > value:
         heap[at] = heap[(at - 1) >> 1]
@@ -255,7 +259,7 @@ def _push(heap, size, value):
 
 
 @jit
-def _pop(heap, size):
+def _pop(heap: Int64, size: int) -> int:
     size -= 1
     value, at = heap[size], 0
     while 2 * at + 1 < size:
@@ -383,7 +387,9 @@ def with_margin(expected: int) -> int:
 
 
 @jit
-def _draw_deficits_into(mixture, leave, ahead, made, dataset):
+def _draw_deficits_into(
+    mixture: Mixture, leave: bool, ahead: Known, made: int, dataset: Int32
+) -> tuple[int, int, Integer]:
     """Returns (draws made, why it stopped, the dataset that it stopped at).
 
     It changes left, deficits, counts and dataset in place. `ahead` is a Known without datasets if

@@ -96,12 +96,12 @@ _mix64 = jit(mix64)
 
 
 @jit
-def _child(key, index):
+def _child(key: np.uint64, index: int) -> np.uint64:
     return _mix64(key + np.uint64(index + 1) * _STEP)
 
 
 @jit
-def _word_bits(size):
+def _word_bits(size: int) -> int:
     bits = 2
     while (size - 1) >> bits:
         bits += 1
@@ -109,13 +109,13 @@ def _word_bits(size):
 
 
 @jit
-def _set_round_keys(key, rounds):
+def _set_round_keys(key: np.uint64, rounds: UInt64) -> None:
     for i in range(ROUNDS):
         rounds[i] = _child(key, i)
 
 
 @jit
-def _backward(index, size, bits, rounds):
+def _backward(index: int, size: int, bits: int, rounds: UInt64) -> np.int64:
     shift = np.uint64(bits // 2)
     left_mask, right_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE, (_ONE << shift) - _ONE
     word = np.uint64(index)
@@ -130,7 +130,7 @@ def _backward(index, size, bits, rounds):
 
 
 @jit
-def _permute_into(indices, size, key, out):
+def _permute_into(indices: Int64, size: int, key: np.uint64, out: Int64) -> bool:
     rounds = np.empty(ROUNDS, np.uint64)
     _set_round_keys(key, rounds)
     for n in range(indices.shape[0]):
@@ -141,7 +141,7 @@ def _permute_into(indices, size, key, out):
 
 
 @jit
-def _forward_all(indices, size, bits, rounds, out):
+def _forward_all(indices: Int64, size: int, bits: int, rounds: UInt64, out: Int64) -> None:
     """Writes where each index goes.
 
     It takes one step of the walk for a whole chunk, in vector instructions, then for the words that
@@ -165,7 +165,7 @@ def _forward_all(indices, size, bits, rounds, out):
 
 
 @jit
-def _step_all(words, count, bits, rounds):
+def _step_all(words: UInt64, count: int, bits: int, rounds: UInt64) -> None:
     """Takes one step of the permutation's walk for the first `count` words, in place."""
     shift = np.uint64(bits // 2)
     left_mask, right_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE, (_ONE << shift) - _ONE
@@ -186,7 +186,15 @@ def _step_all(words, count, bits, rounds):
 
 
 @jit
-def _documents_into(num_docs, keys, epoch, drawn, counts, order, out):
+def _documents_into(
+    num_docs: Int64,
+    keys: UInt64,
+    epoch: int,
+    drawn: Int64,
+    counts: Int64,
+    order: tuple[bool, int],
+    out: Int64,
+) -> None:
     """Writes the next documents of every dataset to `out`, one dataset after the other."""
     shuffle, block = order
     rounds = np.empty(ROUNDS, np.uint64)

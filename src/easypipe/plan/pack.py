@@ -17,7 +17,7 @@ import numpy as np
 
 from easypipe.core.errors import PlanError
 from easypipe.core.jit import jit
-from easypipe.core.values import Int32, Int64, Integers
+from easypipe.core.values import Int32, Int64, Integer, Integers, UInt64
 from easypipe.plan.order import permute
 
 Strategy = Literal["greedy", "pool", "first_fit", "stream"]
@@ -219,7 +219,7 @@ _ZERO, _ONE, _S58 = np.uint64(0), np.uint64(1), np.uint64(58)
 
 
 @jit
-def _count_pieces(lengths, seq_length, rule):
+def _count_pieces(lengths: Int32, seq_length: int, rule: int) -> int:
     pieces = 0
     for n in range(lengths.shape[0]):
         if lengths[n] <= seq_length or rule == _TRUNCATE:
@@ -230,7 +230,15 @@ def _count_pieces(lengths, seq_length, rule):
 
 
 @jit
-def _put(table, piece, row, slot, draw, start, length):
+def _put(
+    table: Int32,
+    piece: int,
+    row: Integer,
+    slot: Integer,
+    draw: int,
+    start: Integer,
+    length: Integer,
+) -> None:
     table[0, piece], table[1, piece], table[2, piece], table[3, piece], table[4, piece] = (
         row,
         slot,
@@ -241,7 +249,9 @@ def _put(table, piece, row, slot, draw, start, length):
 
 
 @jit
-def _assign(lengths, seq_length, strategy, num_packers, rule, table):
+def _assign(
+    lengths: Int32, seq_length: int, strategy: int, num_packers: int, rule: int, table: Int32
+) -> int:
     """Writes every piece to `table` and returns the number of rows used.
 
     `table` is Int32[5, pieces] (row, slot, draw, start, length); the slots of a row ascend.
@@ -285,15 +295,8 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
             row_of[place] = rows
             rows += 1
         place = best & _PLACES
-        _put(
-            table,
-            pieces,
-            row_of[place],
-            seq_length - (best >> _PLACE_BITS),
-            draw,
-            full * seq_length,
-            rest,
-        )
+        slot = seq_length - (best >> _PLACE_BITS)
+        _put(table, pieces, row_of[place], slot, draw, full * seq_length, rest)
         pieces += 1
         open_row[place] = best - need
     if rests:
@@ -304,7 +307,7 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
 
 
 @jit
-def _cut(lengths, start, seq_length, num_rows, table):
+def _cut(lengths: Int32, start: int, seq_length: int, num_rows: int, table: Int32) -> int:
     """Writes the pieces of the first `num_rows` rows to `table` and returns how many there are.
 
     It only counts them if `table` is Int32[5, 0].
@@ -328,7 +331,15 @@ def _cut(lengths, start, seq_length, num_rows, table):
 
 
 @jit
-def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows, table):
+def _best_fit_decreasing(
+    lengths: Int32,
+    seq_length: int,
+    rest_draw: Int32,
+    by_length: Int64,
+    pieces: int,
+    rows: int,
+    table: Int32,
+) -> int:
     """Places the longest first, each into the fullest row that has room.
 
     Of equally full rows it takes the last one that was touched.
@@ -382,30 +393,32 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
 
 
 @jit
-def _next_bit(bits, first, place):
+def _next_bit(bits: UInt64, first: Int64, place: np.int64) -> np.int64:
     """Returns the lowest set bit at or above `place`, or -1."""
     for level in range(LEVELS):
         word = place >> 6
-        if first[level] + word >= first[level + 1]:
+        at: int = first[level] + word
+        if at >= first[level + 1]:
             return np.int64(-1)
         below = np.uint64(place & 63)
-        found = (bits[first[level] + word] >> below) << below
+        found = (bits[at] >> below) << below
         if found != _ZERO:
             place = (word << 6) + _lowest(found)
             for lower in range(level - 1, -1, -1):
-                place = (place << 6) + _lowest(bits[first[lower] + place])
+                at = first[lower] + place
+                place = (place << 6) + _lowest(bits[at])
             return place
         place = word + 1
     return np.int64(-1)
 
 
 @jit
-def _lowest(word):
+def _lowest(word: np.uint64) -> np.int64:
     return _PLACE[((word & (_ZERO - word)) * _LOWEST_BIT) >> _S58]
 
 
 @jit
-def _set_bit(bits, first, place):
+def _set_bit(bits: UInt64, first: Int64, place: np.int64) -> None:
     for level in range(LEVELS):
         word = first[level] + (place >> 6)
         was = bits[word]
@@ -416,7 +429,7 @@ def _set_bit(bits, first, place):
 
 
 @jit
-def _clear_bit(bits, first, place):
+def _clear_bit(bits: UInt64, first: Int64, place: np.int64) -> None:
     for level in range(LEVELS):
         word = first[level] + (place >> 6)
         bits[word] ^= bits[word] & (_ONE << np.uint64(place & 63))
@@ -426,7 +439,7 @@ def _clear_bit(bits, first, place):
 
 
 @jit
-def _sort_by_row(loose, order, first_piece, table):
+def _sort_by_row(loose: Int32, order: Int64, first_piece: Int64, table: Int32) -> None:
     """Sorts pieces by row, where row r becomes row order[r].
 
     A stable counting sort keeps the slots of a row ascending.

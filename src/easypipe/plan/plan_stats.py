@@ -144,7 +144,14 @@ def count(
 
 
 @jit
-def _count(dataset, lengths, table, reached, rule, into):
+def _count(
+    dataset: Int32,
+    lengths: Int32,
+    table: Int32,
+    reached: tuple[int, int, bool, int],
+    rule: tuple[int, int],
+    into: Int64,
+) -> None:
     """Adds the counters of a window to `into` (Int64[k, COUNTERS], columns as in FIELDS)."""
     num_rows, num_pieces, streams, cut = reached
     how, seq_length = rule

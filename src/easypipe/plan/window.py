@@ -436,7 +436,9 @@ def token_sizes(lengths: Int32, pack: PackSpec | None) -> Int64:
 
 
 @jit
-def _to_draw_order(dataset, first, docs, lengths, doc, length):
+def _to_draw_order(
+    dataset: Int32, first: Int64, docs: Int64, lengths: Int32, doc: Int64, length: Int32
+) -> None:
     place = first.copy()
     for draw in range(dataset.shape[0]):
         at = place[dataset[draw]]

@@ -29,8 +29,16 @@ from easypipe.plan.feed import CachedFeed
 from easypipe.plan.mix import NEVER
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.plan_stats import COUNTERS, FIELDS, DatasetStats, PlanStats
-from easypipe.plan.spec import PlanDataset, PlanSpec, WindowState, check, fingerprint, window_docs
-from easypipe.plan.window import Planner, Window
+from easypipe.plan.spec import (
+    At,
+    PlanDataset,
+    PlanSpec,
+    WindowState,
+    check,
+    fingerprint,
+    window_docs,
+)
+from easypipe.plan.window import Planner, View, Window
 
 
 class Pieces(NamedTuple):
@@ -59,7 +67,7 @@ _NONE_32, _NONE_64 = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
 NO_PIECES = Pieces(_NONE_64, _NONE_32, _NONE_32, _NONE_32, _NONE_64, _NONE_32, _NONE_32)
 
 
-def pieces_of(window: Window, rows: Int64) -> Pieces | None:
+def pieces_of(window: Window[At], rows: Int64) -> Pieces | None:
     """Returns the pieces of `rows`, or None if a row is outside the window."""
     view = window.view
     total = _count_pieces(rows, view)
@@ -77,10 +85,10 @@ def join(parts: Sequence[Pieces]) -> Pieces:
 
 
 @jit
-def _count_pieces(rows, view):
+def _count_pieces(rows: Int64, view: View) -> int:
     total, first_piece = 0, view.first_piece
     for n in range(rows.shape[0]):
-        row = rows[n] - view.first_row
+        row: int = rows[n] - view.first_row
         if row < 0 or row >= first_piece.shape[0] - 1:
             return -1
         total += first_piece[row + 1] - first_piece[row]
@@ -88,7 +96,7 @@ def _count_pieces(rows, view):
 
 
 @jit
-def _gather_pieces(rows, view, wide, narrow):
+def _gather_pieces(rows: Int64, view: View, wide: Int64, narrow: Int32) -> None:
     at = 0
     for n in range(rows.shape[0]):
         row = rows[n] - view.first_row
@@ -148,7 +156,7 @@ class Plan:
         self,
         datasets: Sequence[PlanDataset],
         spec: PlanSpec,
-        checkpoints: Iterable[WindowState] = (),
+        checkpoints: Iterable[WindowState[int]] = (),
         *,
         cache_bytes: int = 64 << 20,
     ) -> None:
@@ -162,12 +170,12 @@ class Plan:
         self._cache_bytes = cache_bytes
         self._scan_lock = threading.RLock()  # guards planning; taken before _lock if both are
         self._lock = threading.Lock()  # guards the fields below; never held while planning
-        self._windows: OrderedDict[int, Window] = OrderedDict()
-        self._latest: Window | None = None
-        self._marks: list[WindowState] = [self._planner.epoch_start(0, 0, 0)]
+        self._windows: OrderedDict[int, Window[int]] = OrderedDict()
+        self._latest: Window[int] | None = None
+        self._marks: list[WindowState[int]] = [self._planner.epoch_start(0, 0, 0)]
         self._num_rows: int | None = None
         self._some_document_fits = False  # True once it is known
-        self._counted: tuple[WindowState, Int64] = (
+        self._counted: tuple[WindowState[int], Int64] = (
             self._marks[0],
             np.zeros((len(datasets), COUNTERS), dtype=np.int64),
         )
@@ -196,7 +204,7 @@ class Plan:
                     self._scan(None)
         return self._num_rows
 
-    def window_at(self, row: int) -> Window:
+    def window_at(self, row: int) -> Window[int]:
         """Returns the window that contains `row`.
 
         Raises:
@@ -241,7 +249,7 @@ class Plan:
             left = left[~inside]
         return parts[0] if len(parts) == 1 else join(parts)
 
-    def state_at(self, row: int) -> WindowState:
+    def state_at(self, row: int) -> WindowState[int]:
         """Returns the state of the window that contains `row`.
 
         For the row after the last it is the state at the end.
@@ -258,7 +266,7 @@ class Plan:
             raise self._no_row(row)
         return state
 
-    def resume(self, state: WindowState) -> None:
+    def resume(self, state: WindowState[int]) -> None:
         """Lets the scan start from `state`: its rows are planned without the rows before it.
 
         A state of another plan over the same datasets cannot be distinguished from one of this
@@ -291,7 +299,7 @@ class Plan:
             return  # from a plan with more epochs
         self._mark(state)
 
-    def checkpoints(self) -> tuple[WindowState, ...]:
+    def checkpoints(self) -> tuple[WindowState[int], ...]:
         """Returns the states that the scan has kept, for a later `Plan(..., checkpoints=...)`.
 
         There is one every 16 windows, and also the resumed ones and the end.
@@ -359,7 +367,7 @@ class Plan:
                 self._count(partly, stop_row - partly.first_row, counters)
             return counters, state.epoch + (partly is not None or any(state.drawn))
 
-    def _count(self, window: Window, num_rows: int, counters: Int64) -> None:
+    def _count(self, window: Window[int], num_rows: int, counters: Int64) -> None:
         drawn = slice(window.dataset.size - window.ahead)
         cut = 0 if window.state.cut is None else window.state.cut[1]
         draws = (window.dataset[drawn], window.length[drawn])
@@ -367,7 +375,7 @@ class Plan:
 
     # The scan. Callers of _scan and _walk hold _scan_lock.
 
-    def _scan(self, row: int | None) -> tuple[WindowState, Window | None]:
+    def _scan(self, row: int | None) -> tuple[WindowState[int], Window[int] | None]:
         """Walks to the window that holds `row`.
 
         Returns:
@@ -388,7 +396,7 @@ class Plan:
             state = self._keep(window.after)
         return state, None
 
-    def _walk(self, state: WindowState) -> Iterator[Window]:
+    def _walk(self, state: WindowState[int]) -> Iterator[Window[int]]:
         while not self._planner.ended(state):
             window = self._planner.window(state)
             yield window
@@ -411,7 +419,7 @@ class Plan:
 
     # The methods that keep and find marks and windows take _lock themselves.
 
-    def _nearest(self, row: int | None) -> WindowState:
+    def _nearest(self, row: int | None) -> WindowState[int]:
         """Returns the last known state at or before `row` (None: the last of all)."""
         if row is not None and row < 0:
             raise self._no_row(row)
@@ -429,12 +437,12 @@ class Plan:
                     best = window.after
         return best
 
-    def _keep(self, state: WindowState) -> WindowState:
+    def _keep(self, state: WindowState[int]) -> WindowState[int]:
         if state.index % MARK_EVERY == 0 or self._planner.ended(state):
             self._mark(state)
         return state
 
-    def _mark(self, state: WindowState) -> None:
+    def _mark(self, state: WindowState[int]) -> None:
         with self._lock:
             place = bisect_left(self._marks, state.index, key=lambda mark: mark.index)
             if place == len(self._marks) or self._marks[place].index != state.index:
@@ -442,7 +450,7 @@ class Plan:
             if self._planner.ended(state):
                 self._num_rows = state.first_row
 
-    def _cached(self, row: int) -> Window | None:
+    def _cached(self, row: int) -> Window[int] | None:
         window = self._latest
         if window is not None and window.first_row <= row < window.after.first_row:
             return window
@@ -454,7 +462,7 @@ class Plan:
                     return window
         return None
 
-    def _planned(self, row: int) -> Window:
+    def _planned(self, row: int) -> Window[int]:
         """Plans the window of `row` and keeps it; drops the oldest windows beyond `cache_bytes`."""
         with self._scan_lock:
             window = self._cached(row)  # another thread may have planned it while this one waited

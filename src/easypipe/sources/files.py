@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -171,7 +171,7 @@ def read_range(file: FileRef, start: int, stop: int) -> bytes:
 
 
 @contextlib.contextmanager
-def held(file: FileRef, start: int, stop: int) -> Iterator[None]:
+def held(file: FileRef, start: int, stop: int) -> Generator[None, None, None]:
     """Fetches a range of a remote file, and serves reads of it within the block.
 
     Raises:
@@ -226,7 +226,7 @@ def open_binary(file: FileRef, ahead_bytes: int = 1 << 22) -> Any:
 
 
 @contextlib.contextmanager
-def library_errors(at: str, what: str) -> Iterator[None]:
+def library_errors(at: str, what: str) -> Generator[None, None, None]:
     """Turns errors of the library that reads a file into SourceErrors, for the block."""
     try:
         yield
@@ -455,7 +455,8 @@ def resolve_remote(
         with reading(here):
             found = call(method, detail=True)
         files = {key: info for key, info in found.items() if info.get("type") != "directory"}
-        return {str(fs._strip_protocol(key)): info for key, info in files.items()}
+        plain = fs._strip_protocol  # pyright: ignore[reportPrivateUsage]  (fsspec has no other name)
+        return {str(plain(key)): info for key, info in files.items()}
 
     pattern = glob.has_magic(path)
     try:  # brackets may be a name's own

@@ -23,7 +23,7 @@ import pyarrow.json as pj
 from easypipe.core.errors import SchemaError
 from easypipe.core.jit import jit
 from easypipe.core.schema import is_json, schema_of_text, schema_text
-from easypipe.core.values import Int32, Int64, JsonObject, UInt8
+from easypipe.core.values import Int32, Int64, JsonObject, UInt8, UInt64
 from easypipe.sources.formats.scanners import (
     BLANK,
     GOOD,
@@ -86,7 +86,7 @@ def new_keys() -> Keys:
 
 
 @jit
-def observe_keys(data, starts, ends, flags, keys):
+def observe_keys(data: UInt8, starts: Int64, ends: Int64, flags: UInt8, keys: Keys) -> None:
     """Adds the top-level keys of GOOD records and their values to Keys, and flags all records.
 
     Keys beyond MAX_KEYS set counts[2] and are not recorded.
@@ -143,7 +143,7 @@ def observe_keys(data, starts, ends, flags, keys):
 
 
 @jit
-def _value(data, words, i, end):
+def _value(data: UInt8, words: UInt64, i: int, end: int) -> tuple[int, int]:
     """Returns the kind of the value at `i`, and where it ends; -1 if it is not a value."""
     if i >= end:
         return 0, -1
@@ -156,7 +156,7 @@ def _value(data, words, i, end):
 
 
 @jit
-def _scalar(data, i, end):
+def _scalar(data: UInt8, i: int, end: int) -> tuple[int, int]:
     """Returns the kind of a literal or number, and where it ends; -1 if it is neither."""
     c = data[i]
     most = np.uint64(9223372036854775807)
@@ -194,7 +194,7 @@ def _scalar(data, i, end):
 
 
 @jit
-def _slot(data, key, key_end, guess, keys):
+def _slot(data: UInt8, key: int, key_end: int, guess: int, keys: Keys) -> int:
     """Returns the number of a key, in order of first appearance; -1 if the table is full.
 
     Lines mostly repeat their keys, so `guess` is tried first.
@@ -232,7 +232,7 @@ def _slot(data, key, key_end, guess, keys):
 
 
 @jit
-def _same(data, key, length, slot, spans, text):
+def _same(data: UInt8, key: int, length: int, slot: int, spans: Int32, text: UInt8) -> bool:
     begin = spans[slot]
     if spans[slot + 1] - begin != length:
         return False

@@ -39,12 +39,19 @@ from easypipe.sources.refs import FileRef, compression_of, format_of, plain_name
 INDEX = "index.json"
 COPY = "Copy or write the folder again."
 HASH_BYTES = 8 << 20  # bytes that are hashed at a time
-HASHES = {name: partial(hashlib.new, name) for name in ("md5", "sha1", "sha256", "sha512")}
-HASHES |= {f"xxh{n}": hashed for n, hashed in ((32, xxhash.xxh32), (64, xxhash.xxh64))}
-SCALARS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-SCALARS += ("float16", "float32", "float64")
-KINDS = {"str": TEXT, "bytes": BYTES, "jpeg": BYTES, "png": BYTES, "json": JSON_TEXT}
-KINDS |= {"str_int": INTEGER, "str_float": FLOAT}
+HASHES = {
+    **{name: partial(hashlib.new, name) for name in ("md5", "sha1", "sha256", "sha512")},
+    **{f"xxh{n}": hashed for n, hashed in ((32, xxhash.xxh32), (64, xxhash.xxh64))},
+}
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+SCALARS = (*_INTEGERS, "float16", "float32", "float64")
+KINDS = {
+    **dict.fromkeys(("bytes", "jpeg", "png"), BYTES),
+    "str": TEXT,
+    "json": JSON_TEXT,
+    "str_int": INTEGER,
+    "str_float": FLOAT,
+}
 
 
 class _Shard(NamedTuple):

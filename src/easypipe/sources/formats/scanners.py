@@ -12,6 +12,9 @@ from __future__ import annotations
 import numpy as np
 
 from easypipe.core.jit import jit
+from easypipe.core.values import Int64, UInt8, UInt64
+
+Split = tuple[int, int, int]  # what a splitter returns
 
 # status of a splitter
 MORE = 0  # needs more bytes, or room for more records
@@ -40,7 +43,7 @@ _BACKSLASHES = np.uint64(0x5C5C5C5C5C5C5C5C)
 
 
 @jit
-def split_lines(data, final, starts, ends):
+def split_lines(data: UInt8, final: bool, starts: Int64, ends: Int64) -> Split:
     """Splits lines, without their "\\n" or "\\r\\n"."""
     n, count, start, i = len(data), 0, 0, 0
     words = data[: n // 8 * 8].view(np.uint64)
@@ -68,7 +71,7 @@ def split_lines(data, final, starts, ends):
 
 
 @jit
-def split_paragraphs(data, final, starts, ends):
+def split_paragraphs(data: UInt8, final: bool, starts: Int64, ends: Int64) -> Split:
     """Splits runs of lines that are not blank, without the line break after the last one."""
     n, count, consumed, i = len(data), 0, 0, 0
     start, end = -1, -1  # of the open paragraph; -1 if none is open
@@ -95,7 +98,7 @@ def split_paragraphs(data, final, starts, ends):
 
 
 @jit
-def split_elements(data, final, starts, ends):
+def split_elements(data: UInt8, final: bool, starts: Int64, ends: Int64) -> Split:
     """Splits the elements of a JSON array.
 
     `data` begins at the "[" or "," before an element, and so do `starts`: an element begins one
@@ -150,7 +153,7 @@ def split_elements(data, final, starts, ends):
 
 
 @jit
-def split_csv(delimiter, data, final, starts, ends):
+def split_csv(delimiter: int, data: UInt8, final: bool, starts: Int64, ends: Int64) -> Split:
     """Splits records of delimited text.
 
     A quote counts only at the start of a field; inside the field "" means one quote.
@@ -201,7 +204,7 @@ def split_csv(delimiter, data, final, starts, ends):
 
 
 @jit
-def flag_blank(data, starts, ends, flags):
+def flag_blank(data: UInt8, starts: Int64, ends: Int64, flags: UInt8) -> None:
     """Flags each record GOOD, or BLANK if it is only white space."""
     for r in range(len(starts)):
         i, end = starts[r], ends[r]
@@ -210,7 +213,7 @@ def flag_blank(data, starts, ends, flags):
 
 
 @jit
-def flag_objects(data, starts, ends, flags):
+def flag_objects(data: UInt8, starts: Int64, ends: Int64, flags: UInt8) -> int:
     """Flags each record: GOOD is one {...} with balanced brackets and closed strings.
 
     Returns:
@@ -238,7 +241,7 @@ def flag_objects(data, starts, ends, flags):
 
 
 @jit
-def gather(data, starts, ends, flags, out):
+def gather(data: UInt8, starts: Int64, ends: Int64, flags: UInt8, out: UInt8) -> int:
     """Copies the GOOD records to `out`, each followed by "\\n"; line breaks within become spaces.
 
     Such line breaks are between JSON tokens.
@@ -259,7 +262,9 @@ def gather(data, starts, ends, flags, out):
 
 
 @jit
-def gather_text(data, starts, ends, flags, out, offsets):
+def gather_text(
+    data: UInt8, starts: Int64, ends: Int64, flags: UInt8, out: UInt8, offsets: Int64
+) -> None:
     """Copies the GOOD records to `out` back to back, and their Int64[good + 1] offsets."""
     at, count = 0, 0
     offsets[0] = 0
@@ -273,7 +278,15 @@ def gather_text(data, starts, ends, flags, out, offsets):
 
 
 @jit
-def pick_entries(starts, row, offset, every, last, rows, offsets):
+def pick_entries(
+    starts: Int64,
+    row: int,
+    offset: int,
+    every: tuple[int, int],
+    last: Int64,
+    rows: Int64,
+    offsets: Int64,
+) -> int:
     """Picks index entries among records that begin at `offset + starts`.
 
     Args:
@@ -300,12 +313,12 @@ def pick_entries(starts, row, offset, every, last, rows, offsets):
 
 
 @jit
-def is_space(c):
+def is_space(c: np.uint8) -> bool:
     return c == 32 or c == 10 or c == 13 or c == 9
 
 
 @jit
-def skip_space(data, i, end):
+def skip_space(data: UInt8, i: int, end: int) -> int:
     """Returns the first place from i on that is not white space, or `end`."""
     while i < end and is_space(data[i]):
         i += 1
@@ -313,7 +326,7 @@ def skip_space(data, i, end):
 
 
 @jit
-def skip_string(data, words, i, end):
+def skip_string(data: UInt8, words: UInt64, i: int, end: int) -> int:
     """Goes from after the opening quote of a string to after the closing one.
 
     Returns:
@@ -342,7 +355,7 @@ def skip_string(data, words, i, end):
 
 
 @jit
-def skip_nested(data, words, i, end):
+def skip_nested(data: UInt8, words: UInt64, i: int, end: int) -> int:
     """Goes from an opening bracket to after the closing one.
 
     Returns:
@@ -369,7 +382,9 @@ def skip_nested(data, words, i, end):
 
 
 @jit
-def split_tokens(itemsize, separator, data, final, starts, ends):
+def split_tokens(
+    itemsize: int, separator: int, data: UInt8, final: bool, starts: Int64, ends: Int64
+) -> Split:
     """Splits documents of `itemsize`-byte little-endian integers, each with its separator."""
     n, count, start, i = len(data) // itemsize, 0, 0, 0
     while i < n and count < len(starts):

@@ -33,9 +33,11 @@ KEY = "__key__"
 BLOCK = 512  # bytes of a tar's block
 HEADER_BYTES = 1 << 14  # bytes that are read at a time to find members
 PICKLED = ("pkl", "pickle", "pyd", "pth", "pt")
-KINDS: dict[str, Kind] = dict.fromkeys(("txt", "text", "transcript"), TEXT)
-KINDS |= dict.fromkeys(("cls", "cls2", "index", "inx", "id"), INTEGER)
-KINDS |= dict.fromkeys(("json", "jsn"), JSON_TEXT)
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("txt", "text", "transcript"), TEXT),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), INTEGER),
+    **dict.fromkeys(("json", "jsn"), JSON_TEXT),
+}
 
 
 class _Tar(NamedTuple):

@@ -286,13 +286,14 @@ def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Markers, jinja2.ext.loopcontrols]
     )
+    names: dict[str, Json] = environment.globals
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _clock(date)
+    names["raise_exception"] = _raise
+    names["strftime_now"] = _clock(date)
     environment.filters["random"] = _by_chance("random")
-    environment.globals["lipsum"] = _by_chance("lipsum")
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
+    names["lipsum"] = _by_chance("lipsum")
+    names["dict"] = _Dict()
+    names["namespace"] = _Namespace
     return environment
 
 

@@ -53,7 +53,7 @@ def check_message_fields(fields: Mapping[str, str] | None) -> None:
         at = f"message_fields.{name}"
         fix = f"OpenAI's key comes first: {key}: {name}." if key in MESSAGE_FIELDS else None
         require(name in MESSAGE_FIELDS, at, "no key of messages", fix, MESSAGE_FIELDS)
-        others = [own for own, other in (fields or {}).items() if PART not in (own, name)]
+        others = [own for own in fields or {} if PART not in (own, name)]
         twice = sum((fields or {})[own] == key for own in others) > 1
         require(key and not twice, at, f"{key!r} {'appears twice' if key else 'is not a key'}")
 
