@@ -29,6 +29,7 @@ UInt64 = NDArray[np.uint64]
 UInt8 = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 Integers = NDArray[np.integer]  # of any width
+Integer = int | np.integer  # a number in a kernel: counted there, or read from an array
 Array = NDArray[Any]  # of any dtype that a file or a user has
 DType = np.dtype[np.generic]
 
