@@ -632,7 +632,7 @@ FAULTS = [
           "sum({part.file: part.num_bytes for part in m.parts}.values())", "sum(part.num_bytes for part in m.parts)"),
     # a third batch, over all rooms
     fault("copies of a loader of several passes end after one", "loader/epochs.py", "tests/compat/test_epochs.py -k one_iteration",
-          "        other._together = self._together\n", ""),
+          "        other.together = self.together\n", ""),
     fault("shards have one identity whatever columns are read", "transforms/columns/base.py", "tests/transforms/test_fingerprints.py",
           'return digest("transformed", self.transform.fingerprint, own, self._columns)', 'return digest("transformed", self.transform.fingerprint, own)'),
     fault("what lies below says nothing of caching", "transforms/columns/base.py", "tests/transforms/test_fingerprints.py",
@@ -1577,7 +1577,7 @@ FAULTS = [
     fault("next begins at the state again", "loader/loader.py", "tests/compat/test_epochs.py -k next_after_the_end",
           'entry, self._kept_entry = self._kept_entry, None', 'entry = self._kept_entry'),
     fault("an older chain of passes takes the state over", "loader/epochs.py", "tests/compat/test_epochs.py -k does_not_take_the_state_over",
-          '(moved.epoch, moved._newest) == (epoch, number + 1)', 'moved.epoch == epoch'),
+          '(moved.epoch, moved.newest) == (epoch, number + 1)', 'moved.epoch == epoch'),
     fault("rows are not split over two devices", "loader/placement.py", "tests/loader/test_placement.py -k eight",
           'if mesh.shape.get(SLOT_AXIS, 1) > 1:', 'if mesh.shape.get(SLOT_AXIS, 1) > 2:'),
     fault("texts go to a device", "loader/placement.py", "tests/compat/test_loaders.py -k short_last",

@@ -117,7 +117,7 @@ class Pipeline:
             cache=folder if folder.remote else None,
         )
         self._plan: tuple[_Step, ...] = ()
-        self._reminder: weakref.finalize | None = None
+        self._reminder: weakref.finalize[[list[str]], Pipeline] | None = None
 
     @classmethod
     def from_config(
@@ -692,7 +692,7 @@ class _Remade:
     def __call__(self) -> dict[str, CacheWriter[Any]]:
         pipeline = Pipeline(self.config)
         for stage in self.stages:
-            pipeline._add(stage)
+            pipeline.add_stage(stage)
         return {name: source.writer for name, source in pipeline.tokenized().items()}
 
 

@@ -167,7 +167,7 @@ def refuse(
         else dataclasses.replace(run.train, steps=MANY_STEPS, epochs=None)
     )
     mesh = make_mesh(run.train.mesh, at="train.mesh")
-    given = {"mesh": mesh, "tokenizer": info.tokenizer, **options}
+    given: Arguments = {"mesh": mesh, "tokenizer": info.tokenizer, **options}
     for at, one in (("data", run.data), *((f"eval.{name}", one) for name, one in run.eval.items())):
         pack = one.pack or run.data.pack
         if pack is not None and pack.enabled:

@@ -6,7 +6,7 @@ import gc
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _stopping() -> Iterator[list[int]]:
+def _stopping() -> Generator[list[int], None, None]:
     """Lets the first SIGTERM stop the block as Ctrl-C does; yields a list for its number."""
     came: list[int] = []
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from easypipe.core.config import from_dict
 from easypipe.core.errors import did_you_mean, require
+from easypipe.core.values import JsonObject
 from easypipe.history import host_load
 from easypipe.jobs import RUN_KEYS, chain, file_values, placed, with_hold_outs, with_tokenizer_of
 from easypipe.pipeline import Pipeline
@@ -113,7 +114,7 @@ def of_images(config: Path, overrides: list[str]) -> bool:
     return TASK in file_values(config, overrides)
 
 
-def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
+def data_of(values: JsonObject) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     """Returns the data and the held-out data of a run config, or only a pipeline config.
 
     Raises:

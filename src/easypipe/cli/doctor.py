@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,7 +94,7 @@ def doctor(
 
 
 @contextlib.contextmanager
-def _warnings_once(log: logging.Logger) -> Iterator[None]:
+def _warnings_once(log: logging.Logger) -> Generator[None, None, None]:
     """Prints each warning of the block once, although the data is prepared several times."""
     told: set[str] = set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[ProgressListener]:
+def progress() -> Generator[ProgressListener, None, None]:
     """Yields a listener that shows a bar for every stage and dataset that reports progress.
 
     The bars appear in the order of their first reports, with counts, rate and remaining time.
@@ -91,7 +91,7 @@ def progress() -> Iterator[ProgressListener]:
 
 
 @contextmanager
-def training() -> Iterator[TrainListener]:
+def training() -> Generator[TrainListener, None, None]:
     """Yields a listener that shows the current step, and prints each evaluation.
 
     Without a terminal it prints lines for the first and last step and every half minute, with the

@@ -22,7 +22,7 @@ from easypipe.compat.vision import IMAGE_COLUMNS
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.random import draw_seed, fold
 from easypipe.core.schema import INPUT_IDS, TaskSpec
-from easypipe.core.values import Collate, Dataset, Int64, Item, attribute_of
+from easypipe.core.values import Arguments, Collate, Dataset, Int64, Item, attribute_of
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
 from easypipe.plan.order import permute
@@ -260,7 +260,7 @@ class UniversalDataModule:
             return self._collate_fn
         registry = CollatorRegistry.get_instance()
         entry = registry.find(self.task_spec)
-        given = {"tokenizer": self.tokenizer, "max_length": self.max_length}
+        given: Arguments = {"tokenizer": self.tokenizer, "max_length": self.max_length}
         chosen = {k: value for k, value in given.items() if value is not None and entry.takes(k)}
         return registry.get_collator(task_spec=self.task_spec, **chosen)
 

@@ -112,8 +112,8 @@ class Trainer(Engine):
             ConfigError: Something cannot run.
             PlacementError: Rows do not fit the mesh.
         """
-        given = {"loss": loss, "optimizer": optimizer, "callbacks": callbacks, "mesh": mesh}
-        given |= {"listener": listener, "run_config": run_config}
+        given: Arguments = {"loss": loss, "optimizer": optimizer, "callbacks": callbacks}
+        given |= {"mesh": mesh, "listener": listener, "run_config": run_config}
         given |= {"tokenizer": tokenizer, "turns": turns}
         _check_names(fields, given)
         options = {name: value for name, value in given.items() if value is not None}

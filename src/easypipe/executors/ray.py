@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from easypipe.core.errors import CacheError, ConfigError, raising, require
@@ -166,7 +166,7 @@ def _import_ray() -> Any:
 
 
 @contextlib.contextmanager
-def _cluster(ray: Any) -> Iterator[None]:
+def _cluster(ray: Any) -> Generator[None, None, None]:
     """Connects to a Ray cluster, and afterwards keeps a connection that already existed."""
     if ray.is_initialized():
         yield

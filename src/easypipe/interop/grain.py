@@ -27,7 +27,7 @@ except ImportError as error:
 STATE_KEY = "easypipe"
 
 
-class LoaderDataset(grain.IterDataset):
+class LoaderDataset(grain.IterDataset[Batch]):
     """The batches of a loader as a `grain.IterDataset`.
 
     It can be iterated over, or get Grain's transformations. Every iterator starts at the loader's
@@ -45,7 +45,7 @@ class LoaderDataset(grain.IterDataset):
         return f"LoaderDataset({self._loader.name})"
 
 
-class LoaderIterator(grain.DatasetIterator):
+class LoaderIterator(grain.DatasetIterator[Batch]):
     """A loader's iterator as a `grain.DatasetIterator`.
 
     Orbax and training loops written for Grain save and restore it.

@@ -28,7 +28,7 @@ from easypipe.core.schema import (
     POSITION_IDS,
     SEGMENT_IDS,
 )
-from easypipe.core.values import Array, Int32, Integers, JsonObject
+from easypipe.core.values import Array, Int32, Integers, JsonObject, UInt8
 from easypipe.transforms.tokenizer.config import PaddingSide, check_padding
 
 BATCH_COLUMNS = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
@@ -333,7 +333,7 @@ def known_width(rule: CollateConfig, seq_length: int | None) -> int | None:
 
 
 @jit
-def shift_labels(ids, segments, mask, labels):
+def shift_labels(ids: Int32, segments: Int32, mask: UInt8, labels: Int32) -> None:
     """Writes `labels`, Int32[R, T], from `ids` and `segments`, Int32[R, T].
 
     `mask` is UInt8[R, T], or UInt8[0, 0] if every token is a target.
@@ -353,7 +353,7 @@ def shift_labels(ids, segments, mask, labels):
 
 
 @jit
-def count_positions(segments, positions):
+def count_positions(segments: Int32, positions: Int32) -> None:
     """Writes `positions`, Int32[R, T], counted from 0 within each segment; 0 in padding."""
     for r in range(segments.shape[0]):
         count = 0

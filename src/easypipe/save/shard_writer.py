@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ JSON_VALUES = (
 @contextlib.contextmanager
 def open_writer(
     sink: Path | pa.NativeFile, format: str, compression: str, schema: pa.Schema
-) -> Iterator[Callable[[pa.RecordBatch], None]]:
+) -> Generator[Callable[[pa.RecordBatch], None], None, None]:
     """Opens a file, or a sink that stays open, and yields a function that writes a batch.
 
     Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8,
@@ -92,7 +92,7 @@ def _binary_sink(sink: Path | pa.NativeFile) -> contextlib.AbstractContextManage
 
 
 @contextlib.contextmanager
-def _packed(file: Any, compression: str) -> Iterator[Any]:
+def _packed(file: Any, compression: str) -> Generator[Any, None, None]:
     """Yields a file that compresses what is written to it."""
     if compression == "none":
         yield file

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class ModelLayout:
         spread: Mesh axes that also divide the optimizer state (ZeRO-1: Rajbhandari et al., 2020).
     """
 
-    graph: nnx.GraphDef
+    graph: nnx.GraphDef[nnx.Module]
     paths: Mapping[str, Path]
     params: Abstract
     rest: Abstract
@@ -75,7 +75,7 @@ class ModelLayout:
     decays: Mapping[str, bool]  # True for matrices
     hidden: Mapping[str, bool]
     frozen: frozenset[str]
-    trained: type[nnx.Variable]
+    trained: type[nnx.Variable[jax.Array]]
     mesh: Mesh
     spread: tuple[str, ...] = ()
 
@@ -101,7 +101,7 @@ class ModelLayout:
 def layout_of(
     model: nnx.Module,
     mesh: Mesh,
-    trained: type[nnx.Variable] = nnx.Param,
+    trained: type[nnx.Variable[jax.Array]] = nnx.Param,
     *,
     spread: tuple[str, ...] = (),
 ) -> ModelLayout:
@@ -152,7 +152,7 @@ def layout_of(
 
 
 @contextlib.contextmanager
-def on(mesh: Mesh, rules: Mapping[str, Axes] | None = None) -> Iterator[None]:
+def on(mesh: Mesh, rules: Mapping[str, Axes] | None = None) -> Generator[None, None, None]:
     """Sets the mesh, and the rules of dimension labels, to build or trace models in.
 
     Args:
@@ -355,7 +355,7 @@ def _name(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _arrays(state: nnx.State) -> Arrays:
+def _arrays(state: nnx.State[Hashable, nnx.Variable[jax.Array]]) -> Arrays:
     values = {_name(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
     return {
         name: jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v
@@ -371,14 +371,14 @@ def _key_impl(key: PyTree) -> Any:
     return found[0]
 
 
-def _labels(variable: nnx.Variable) -> tuple[Axes, ...]:
+def _labels(variable: nnx.Variable[jax.Array]) -> tuple[Axes, ...]:
     """Returns the label of each dimension of a variable; () if it has none."""
     metadata = variable.get_metadata()
     keys = ("out_sharding", "sharding_names", "sharding")
     return tuple(next(filter(None, map(metadata.get, keys)), ()))
 
 
-def _is_matrix(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> bool:
+def _is_matrix(name: str, variable: nnx.Variable[jax.Array], shape: tuple[int, ...]) -> bool:
     """Whether a parameter has two dimensions or more, without that of stacked layers.
 
     Scales and biases are recognized by name, for models without labels.
@@ -387,14 +387,16 @@ def _is_matrix(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> boo
     return len(shape) - stacked >= 2 and name.rpartition(".")[2] not in ("scale", "bias")
 
 
-def _is_vocabulary(name: str, variable: nnx.Variable) -> bool:
+def _is_vocabulary(name: str, variable: nnx.Variable[jax.Array]) -> bool:
     """Whether a parameter is an embedding or a head, by its labels or else by its name."""
     labels = _labels(variable)
     named = "embed" in name.lower() or "lm_head" in name.lower()
     return "vocab" in labels if any(labels) else named
 
 
-def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def _spec(
+    name: str, variable: nnx.Variable[jax.Array], shape: tuple[int, ...], mesh: Mesh
+) -> PartitionSpec:
     """Returns the PartitionSpec for the labels of a parameter's dimensions.
 
     A parameter without labels is replicated on every device.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -159,13 +159,13 @@ def _forward(
 
 
 def _forward_kernel(
-    query_ref,
-    key_ref,
-    value_ref,
-    slot_ref,
-    first_ref,
-    mixed_ref,
-    lse_ref,
+    query_ref: Ref,
+    key_ref: Ref,
+    value_ref: Ref,
+    slot_ref: Ref,
+    first_ref: Ref,
+    mixed_ref: Ref,
+    lse_ref: Ref,
     *,
     options: Options,
     keys: int,
@@ -195,7 +195,16 @@ def _forward_kernel(
     lse_ref[...] = highest + jnp.log2(total)
 
 
-def _query_gradient(query, key, value, d_mixed, lse, delta, runs: Runs, options: Options) -> Array:
+def _query_gradient(
+    query: Array,
+    key: Array,
+    value: Array,
+    d_mixed: Array,
+    lse: Array,
+    delta: Array,
+    runs: Runs,
+    options: Options,
+) -> Array:
     """Returns the gradient of the queries, by blocks of queries."""
     batch, queries, heads, _ = query.shape
     blocks = blocks_of(query)
@@ -222,15 +231,15 @@ def _query_gradient(query, key, value, d_mixed, lse, delta, runs: Runs, options:
 
 
 def _query_gradient_kernel(
-    query_ref,
-    key_ref,
-    value_ref,
-    d_mixed_ref,
-    lse_ref,
-    delta_ref,
-    slot_ref,
-    first_ref,
-    d_query_ref,
+    query_ref: Ref,
+    key_ref: Ref,
+    value_ref: Ref,
+    d_mixed_ref: Ref,
+    lse_ref: Ref,
+    delta_ref: Ref,
+    slot_ref: Ref,
+    first_ref: Ref,
+    d_query_ref: Ref,
     *,
     options: Options,
     keys: int,
@@ -253,7 +262,14 @@ def _query_gradient_kernel(
 
 
 def _key_gradients(
-    query, key, value, d_mixed, lse, delta, runs: Runs, options: Options
+    query: Array,
+    key: Array,
+    value: Array,
+    d_mixed: Array,
+    lse: Array,
+    delta: Array,
+    runs: Runs,
+    options: Options,
 ) -> tuple[Array, Array]:
     """Returns the gradients of keys and values, by blocks of keys."""
     batch, slots, key_heads, width = key.shape
@@ -294,21 +310,21 @@ def _key_gradients(
 
 
 def _key_gradients_kernel(
-    key_ref,
-    value_ref,
-    query_ref,
-    d_mixed_ref,
-    lse_ref,
-    delta_ref,
-    slot_ref,
-    first_ref,
-    last_ref,
-    d_key_ref,
-    d_value_ref,
+    key_ref: Ref,
+    value_ref: Ref,
+    query_ref: Ref,
+    d_mixed_ref: Ref,
+    lse_ref: Ref,
+    delta_ref: Ref,
+    slot_ref: Ref,
+    first_ref: Ref,
+    last_ref: Ref,
+    d_key_ref: Ref,
+    d_value_ref: Ref,
     *,
-    options,
-    rows,
-    group,
+    options: Options,
+    rows: int,
+    group: int,
 ) -> None:
     """Computes the gradients of one block of keys, over all queries of its group that see it."""
     key, value = key_ref[...], value_ref[...]

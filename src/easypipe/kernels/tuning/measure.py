@@ -90,14 +90,16 @@ def tune(
             fix="Give sizes that fit the device.",
         )
     ms, blocks = min(ran, key=lambda one: one[0])
-    key = {
-        "device": device_kind(),
-        "implementation": name,
-        "tokens": bucket(tokens),
-        "width": bucket(width),
-        "vocab": bucket(vocab),
-    }
-    return Entry(**key, dtype=dtype, blocks=dict(blocks), source="measured", ms=round(ms, 3))
+    sizes = {"tokens": bucket(tokens), "width": bucket(width), "vocab": bucket(vocab)}
+    return Entry(
+        device=device_kind(),
+        implementation=name,
+        **sizes,
+        dtype=dtype,
+        blocks=dict(blocks),
+        source="measured",
+        ms=round(ms, 3),
+    )
 
 
 def _tried(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from easypipe.cache.address import uint8_at
 from easypipe.cache.blocks import ROOM, note
@@ -21,9 +22,17 @@ from easypipe.core.aligned import (
 )
 from easypipe.core.errors import require
 from easypipe.core.jit import jit
-from easypipe.core.values import Array, Int32, Int64, UInt8, UInt64
+from easypipe.core.values import Array, Int32, Int64, Integer, UInt8, UInt64
 from easypipe.loader.collate import with_label_weights
-from easypipe.loader.rows.gather import NO_CHECKS, Tables, copy, find, token_behind
+from easypipe.loader.rows.gather import (
+    NO_CHECKS,
+    Tables,
+    TablesFields,
+    ViewFields,
+    copy,
+    find,
+    token_behind,
+)
 from easypipe.plan.window import View
 
 NONE_BEHIND = np.empty((0, 0), np.uint8)
@@ -115,14 +124,14 @@ class ValueWriter:
             weights = column.name == LOSS_WEIGHTS
             out = self.values[column.name]
             if column is OF_SOURCES:
-                _write_sources(tuple(view), rows, out)
+                _write_sources(view[:], rows, out)
                 continue
             ahead = self.behind[:, None].view(np.uint8) if weights else NONE_BEHIND
             where = values.get(column.name, np.zeros(len(tables.ids), np.uint64))
             rule = (_neutral(column), weights, self._joined, out.shape[1])
             flat = out.reshape(len(out), -1).view(np.uint8)
             # plain tuples, as in write.py
-            given = (tuple(view), rows, tuple(tables), where, rule, (flat, ahead), todo)
+            given = (view[:], rows, tables[:], where, rule, (flat, ahead), todo)
             while count := _write(*given):
                 assert check is not None
                 check(todo[:, :count])
@@ -166,7 +175,15 @@ def _neutral(column: AlignedColumn) -> UInt8:
 
 
 @jit
-def _write(view, rows, tables, addresses, rule, into, todo):
+def _write(
+    view: ViewFields,
+    rows: Int64,
+    tables: TablesFields,
+    addresses: UInt64,
+    rule: tuple[UInt8, bool, bool, int],
+    into: tuple[UInt8, UInt8],
+    todo: Int64,
+) -> Integer:
     """Copies bytes of values.
 
     Args:
@@ -190,7 +207,8 @@ def _write(view, rows, tables, addresses, rule, into, todo):
             continue
         for n in range(view.first_piece[row], view.first_piece[row + 1]):
             slot, start = np.int64(view.table[1, n]), np.int64(view.table[3, n])
-            length, draw = np.int64(view.table[4, n]), view.table[2, n]
+            length = np.int64(view.table[4, n])
+            draw: np.int32 | np.int64 = view.table[2, n]
             part, first, end, unchecked = find(
                 tables, view.dataset[draw], view.doc[draw], todo, unchecked
             )
@@ -219,7 +237,7 @@ def _write(view, rows, tables, addresses, rule, into, todo):
 
 
 @jit
-def _write_sources(view, rows, out):
+def _write_sources(view: ViewFields, rows: Int64, out: NDArray[np.uint16]) -> None:
     """Writes UInt16[R, T], the dataset of every token of those rows that are in the window."""
     view = View(*view)
     for r in range(rows.shape[0]):
@@ -232,7 +250,14 @@ def _write_sources(view, rows, out):
 
 
 @jit
-def _copy(documents, tables, addresses, fill, todo, out):
+def _copy(
+    documents: tuple[Int32, Int64, Int64],
+    tables: Tables,
+    addresses: UInt64,
+    fill: UInt8,
+    todo: Int64,
+    out: UInt8,
+) -> None:
     dataset, docs, offsets = documents
     size = fill.shape[0]
     for n in range(docs.shape[0]):
@@ -242,7 +267,15 @@ def _copy(documents, tables, addresses, fill, todo, out):
 
 
 @jit
-def _take(tables, part, addresses, which, out, todo, unchecked):
+def _take(
+    tables: Tables,
+    part: Integer,
+    addresses: UInt64,
+    which: tuple[np.int64, UInt8],
+    out: UInt8,
+    todo: Int64,
+    unchecked: Integer,
+) -> Integer:
     """Copies the values of tokens from a first one on, as many as `out` (UInt8) has room for.
 
     `which` is (the first token of the part, -1 for none; UInt8[size], the value without a column).

@@ -14,7 +14,7 @@ from easypipe.core.jit import jit
 from easypipe.core.schema import offsets_of
 from easypipe.core.values import Array, Int32, Int64, UInt8
 from easypipe.loader.rows.aligned import copy_values
-from easypipe.loader.rows.gather import NO_CHECKS, copy, copy_ids, find, tables
+from easypipe.loader.rows.gather import NO_CHECKS, Tables, copy, copy_ids, find, tables
 
 
 class Documents(NamedTuple):
@@ -77,7 +77,15 @@ def gather_documents(
 
 
 @jit
-def _copy(dataset, docs, tables, todo, offsets, ids, mask):
+def _copy(
+    dataset: Int32,
+    docs: Int64,
+    tables: Tables,
+    todo: Int64,
+    offsets: Int64,
+    ids: Int32,
+    mask: UInt8,
+) -> None:
     for n in range(docs.shape[0]):
         d, start, stop = dataset[n], offsets[n], offsets[n + 1]
         part, begin, _, _ = find(tables, d, docs[n], todo, 0)

@@ -13,18 +13,25 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from easypipe.cache.address import int64_at, uint8_at, uint16_at, uint32_at
 from easypipe.cache.blocks import INDEX, note
 from easypipe.cache.reader import Buffers
 from easypipe.core.jit import jit
 from easypipe.core.schema import IGNORE, SEGMENT_BREAK, offsets_of
-from easypipe.core.values import Int64, UInt64
+from easypipe.core.values import Bools, Int32, Int64, Integer, UInt8, UInt64
 from easypipe.loader.collate import shift_labels
 from easypipe.plan.window import View
 
 NO_CHECKS = np.empty((2, 0), np.int64)  # `todo` if everything was checked
 CACHE_LINE = 64  # bytes that the processor reads from memory at a time
+
+# The fields of a View and of a Tables as plain tuples, and arguments of write_rows.
+ViewFields = tuple[int, Int64, Int32, Int32, Int64, Int32]
+TablesFields = tuple[Int64, Int64, UInt64, UInt64, UInt64, Int64, UInt64, UInt64]
+Rule = tuple[Int64, int, bool, bool, tuple[bool, bool, int]]
+Columns = tuple[Int32, Int32, Int32, Int32, UInt8, Int32]
 
 
 class Tables(NamedTuple):
@@ -69,7 +76,9 @@ def eos_ids(eos: int | Sequence[int] | None, datasets: int) -> Int64:
 
 
 @jit
-def find(tables, dataset, doc, todo, unchecked):
+def find(
+    tables: Tables, dataset: np.int32, doc: np.int64, todo: Int64, unchecked: Integer
+) -> tuple[Integer, np.int64, np.int64, Integer]:
     """Finds the part that contains document `doc` of `dataset`.
 
     It is the last part that starts at or before the document.
@@ -99,7 +108,13 @@ def find(tables, dataset, doc, todo, unchecked):
 
 
 @jit
-def touch(tables, part, span, todo, unchecked):
+def touch(
+    tables: Tables,
+    part: Integer,
+    span: tuple[Integer, Integer, Integer],
+    todo: Int64,
+    unchecked: Integer,
+) -> Integer:
     """Notes in `todo` the blocks of tokens, and of their flags, that must be checked first.
 
     It is called only if `todo` has room, because passing all tables takes time.
@@ -122,7 +137,15 @@ def touch(tables, part, span, todo, unchecked):
 
 
 @jit
-def write_rows(view, rows, done, tables, rule, columns, todo):
+def write_rows(
+    view: ViewFields,
+    rows: Int64,
+    done: Bools,
+    tables: TablesFields,
+    rule: Rule,
+    columns: Columns,
+    todo: Int64,
+) -> tuple[int, Integer, Integer]:
     """Writes those rows of the window that are not done. A row of -1 is all padding.
 
     Nothing is written if a piece is missing or a block must be checked first.
@@ -167,7 +190,8 @@ def write_rows(view, rows, done, tables, rule, columns, todo):
         filled = np.int64(0)
         for n in range(piece, last_piece):
             slot, length = np.int64(view.table[1, n]), np.int64(view.table[4, n])
-            d, stop = view.dataset[view.table[2, n]], slot + length
+            draw: np.int32 = view.table[2, n]
+            d, stop = view.dataset[draw], slot + length
             part, begin, copied = found[0, at], found[1, at], found[2, at]
             _pad(ids[r, filled:slot], segments[r, filled:slot], positions[r, filled:slot], pad)
             copy_ids(tables, d, part, begin, ids[r, slot : slot + copied])
@@ -199,7 +223,9 @@ def write_rows(view, rows, done, tables, rule, columns, todo):
 
 
 @jit
-def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
+def _find_pieces(
+    view: View, rows: Int64, done: Bools, tables: Tables, eos: Int64, num_slots: int, todo: Int64
+) -> tuple[Int64, Integer, Integer]:
     """Finds where the pieces of `rows` are.
 
     It reads a byte of every cache line of them. Documents are scattered in memory, and copying
@@ -225,8 +251,10 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
         filled = np.int64(0)
         for n in range(view.first_piece[row], view.first_piece[row + 1]):
             slot, start = np.int64(view.table[1, n]), np.int64(view.table[3, n])
-            length, draw = np.int64(view.table[4, n]), view.table[2, n]
-            d, doc = view.dataset[draw], view.doc[draw]
+            length = np.int64(view.table[4, n])
+            draw: np.int32 = view.table[2, n]
+            d: np.int32 = view.dataset[draw]
+            doc: np.int64 = view.doc[draw]
             if doc < 0 or doc >= tables.first_doc[tables.first_part[d + 1] + d]:
                 return found, n, unchecked
             part, first, end, unchecked = find(tables, d, doc, todo, unchecked)
@@ -257,7 +285,9 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
 
 
 @jit
-def _last_labels(view, rows, tables, rule, out, todo, unchecked):
+def _last_labels(
+    view: View, rows: Int64, tables: Tables, rule: Rule, out: Int32, todo: Int64, unchecked: Integer
+) -> Integer:
     """Writes `out`, Int32[R], the label of the last slot of rows in the window, and of rows of -1.
 
     It is the token after the row, so that a document that continues in the next row loses no target
@@ -279,7 +309,7 @@ def _last_labels(view, rows, tables, rule, out, todo, unchecked):
         draw, at = token_behind(view, row, joined, num_slots)
         if draw < 0:
             continue
-        d = view.dataset[draw]
+        d: np.int32 = view.dataset[draw]
         part, first, end, unchecked = find(tables, d, view.doc[draw], todo, unchecked)
         if part < 0:
             continue
@@ -301,7 +331,9 @@ def _last_labels(view, rows, tables, rule, out, todo, unchecked):
 
 
 @jit
-def token_behind(view, row, joined, num_slots):
+def token_behind(
+    view: View, row: np.int64, joined: bool, num_slots: int
+) -> tuple[np.int64, np.int64]:
     """Returns the token after row `row` of the window, which is the label of the last slot.
 
     `joined` and `num_slots` are the last two of `behind` in write_rows.
@@ -327,7 +359,7 @@ def token_behind(view, row, joined, num_slots):
 
 
 @jit
-def join_segments(segments, positions):
+def join_segments(segments: Int32, positions: Int32) -> None:
     """Joins each row of Int32[R, T] `segments` into one segment; counts `positions` through it."""
     for r in range(segments.shape[0]):
         for t in range(segments.shape[1]):
@@ -337,7 +369,7 @@ def join_segments(segments, positions):
 
 
 @jit
-def open_pairs(segments, positions, mask):
+def open_pairs(segments: Int32, positions: Int32, mask: UInt8) -> None:
     """Splits documents of a preferred and a rejected answer into two segments.
 
     The two are drawn, mixed and packed as one document, so that both are in one row. At the first
@@ -360,7 +392,7 @@ def open_pairs(segments, positions, mask):
 
 
 @jit
-def goes_on_masked(mask_address, first, start):
+def goes_on_masked(mask_address: np.uint64, first: np.int64, start: np.int64) -> bool | np.bool_:
     """Returns whether the piece from token `start` of the document at `first` is held."""
     return start > 0 and mask_address != 0 and uint8_at(mask_address)[first] == 0
 
@@ -370,7 +402,7 @@ def goes_on_masked(mask_address, first, start):
 
 
 @jit
-def copy_ids(tables, dataset, part, begin, out):
+def copy_ids(tables: Tables, dataset: np.int32, part: Integer, begin: np.int64, out: Int32) -> None:
     if tables.id_bytes[dataset] == 2:
         copy(uint16_at(tables.ids[part]), begin, out)
     else:
@@ -378,13 +410,15 @@ def copy_ids(tables, dataset, part, begin, out):
 
 
 @jit
-def copy(source, begin, out):
+def copy(
+    source: NDArray[np.uint8 | np.uint16 | np.uint32], begin: np.int64, out: Int32 | UInt8
+) -> None:
     for i in range(out.shape[0]):
         out[i] = source[begin + i]
 
 
 @jit
-def _place(segments, positions, segment):
+def _place(segments: Int32, positions: Int32, segment: np.int32) -> None:
     for i in range(segments.shape[0]):
         segments[i] = segment
     for i in range(positions.shape[0]):
@@ -392,7 +426,7 @@ def _place(segments, positions, segment):
 
 
 @jit
-def _pad(ids, segments, positions, pad):
+def _pad(ids: Int32, segments: Int32, positions: Int32, pad: int) -> None:
     for i in range(ids.shape[0]):
         ids[i] = pad
     for i in range(segments.shape[0]):

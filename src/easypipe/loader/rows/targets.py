@@ -11,7 +11,8 @@ from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.jit import jit
 from easypipe.core.schema import LOSS_MASK
 from easypipe.core.values import Int64
-from easypipe.loader.rows.gather import NO_CHECKS, find, goes_on_masked, tables
+from easypipe.loader.rows.gather import NO_CHECKS, Tables, find, goes_on_masked, tables
+from easypipe.plan.window import View
 from easypipe.plan.windows import Plan, Window
 
 
@@ -58,20 +59,24 @@ def stream_start(plan: Plan) -> int:
     return -1 if window is None else int(window.dataset[_first_draw(window)])
 
 
-def _first_draw(window: Window) -> int:
+def _first_draw(window: Window[int]) -> int:
     return int(np.argmax(window.length > 0))
 
 
 @jit
-def _count(pieces, view, tables, rule, todo, found):
+def _count(
+    pieces: np.int64,
+    view: View,
+    tables: Tables,
+    rule: tuple[bool, bool, int, bool],
+    todo: Int64,
+    found: Int64,
+) -> None:
     """Adds the targets of the first `pieces` pieces of a window to `found` (Int64[2, datasets])."""
     goes_on, joined, begins, hold = rule
     for n in range(pieces):
-        draw, start, length = (
-            view.table[2, n],
-            np.int64(view.table[3, n]),
-            np.int64(view.table[4, n]),
-        )
+        draw: np.int32 = view.table[2, n]
+        start, length = np.int64(view.table[3, n]), np.int64(view.table[4, n])
         d = view.dataset[draw]
         part, first, end, _ = find(tables, d, view.doc[draw], todo, 0)
         # The first token of a piece is not a label, unless it is that of the previous row.

@@ -165,7 +165,7 @@ class RowWriter:
             view, tables = tokens.window_at(row)
             # These are plain tuples, because numba inspects the fields of a named tuple in every
             # call (2 us).
-            given = (tuple(view), rows, done, tuple(tables), rule, into, todo)
+            given = (view[:], rows, done, tables[:], rule, into, todo)
             with tokens.pinned(view, rows):
                 left, bad, count = write_rows(*given)
                 while count and bad < 0:

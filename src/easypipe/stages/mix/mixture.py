@@ -280,14 +280,14 @@ class Mixture:
         self._recalled(plan)
         return plan
 
-    def _recalled(self, plan: Plan) -> Sequence[WindowState]:
+    def _recalled(self, plan: Plan) -> Sequence[WindowState[int]]:
         """Returns the checkpoints that `remember` committed, from which the plan continues.
 
         It returns () if they are missing or cannot be those of this plan; they are then computed
         again.
         """
 
-        def states(kept: Json) -> Sequence[WindowState]:
+        def states(kept: Json) -> Sequence[WindowState[int]]:
             if kept["plan"] != plan.fingerprint:
                 raise ValueError(f"it is of the plan {kept['plan']}")
             found = [WindowState.from_json(state) for state in kept["states"]]

@@ -658,4 +658,4 @@ def _joined_datasets(reports: Sequence[PlanReport]) -> tuple[DatasetPlan, ...]:
 
 # the counts of a dataset that add up over the parts of a run
 _COUNTS = ["drawn", "epochs", "tokens_placed", "tokens_truncated", "tokens_dropped"]
-_COUNTS += ["documents_truncated", "documents_dropped", "documents_empty"]
+_COUNTS.extend(["documents_truncated", "documents_dropped", "documents_empty"])

@@ -127,7 +127,9 @@ def documents_drawn(plan: Plan, rows: int) -> NDArray[np.float64]:
     return counts
 
 
-def _by_dataset(window: Window, draw: Int32, weigh: NDArray, size: int) -> NDArray[np.float64]:
+def _by_dataset(
+    window: Window[int], draw: Int32, weigh: NDArray[np.int32 | np.bool_ | np.float64], size: int
+) -> NDArray[np.float64]:
     """Returns the sum of `weigh` over pieces, for each dataset."""
     return np.bincount(window.dataset[draw], weights=weigh, minlength=size).astype(np.float64)
 
@@ -260,7 +262,7 @@ def late_stages(plan: Plan, counted: Steps, steps: int) -> list[str]:
     return found
 
 
-def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[Int64, NDArray]:
+def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[Int64, NDArray[np.int64 | np.float64]]:
     """Returns (tokens of each dataset in the first `row` rows, their count in the weights' unit).
 
     The unit is tokens or documents.

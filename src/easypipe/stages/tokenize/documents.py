@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypedDict, TypeGuard, Unpack
+from typing import Any, Protocol, TypedDict, TypeGuard, Unpack
 
 import pyarrow as pa
 
@@ -66,7 +66,7 @@ class EncodedSource(Source):
     """The documents that an encoder makes from a source; `materialize` caches their tokens."""
 
     source: ShardedSource
-    writer: CacheWriter
+    writer: CacheWriter[Any]  # its encoder decides what rows are
     # whether the text of a document may continue in another one, or may have lost its end
     continues: bool
 

@@ -346,7 +346,7 @@ def _prompt_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
 
 def _chat_of(dataset: DatasetConfig, **columns: Any) -> PromptConfig:
     """Returns the PromptConfig of conversations; `columns` are other options of it."""
-    own = {
+    own: Arguments = {
         "template": dataset.chat_template,
         "train_on": dataset.train_on,
         "train_on_eos": dataset.train_on_eos,

@@ -111,7 +111,7 @@ class CheckpointManager(Closeable):
         require(arrays, "model", "has no arrays", "Give the model, or a tree of its arrays.")
         kinds = {name: jax.random.key_impl(leaf) for name, leaf in arrays.items() if _is_key(leaf)}
         arrays |= {name: jax.random.key_data(arrays[name]) for name in kinds}
-        run = {
+        run: JsonObject = {
             "epoch": plain_json("epoch", epoch),
             "metrics": {
                 name: _number(f"metrics.{name}", value) for name, value in (metrics or {}).items()

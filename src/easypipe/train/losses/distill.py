@@ -121,7 +121,7 @@ def divergences(
     log(P / Q)`, with P and Q what is left of 1. It is never more than the divergence over the whole
     vocabulary. It is NaN if an id is not a token, and if the p_k sum to more than 1.
     """
-    places = {"layout": layout, "logit_soft_cap": logit_soft_cap}
+    places: Arguments = {"layout": layout, "logit_soft_cap": logit_soft_cap}
     own = token_log_probs(hidden, head, labels, sharding=sharding, **places)
     ids = jnp.concatenate([teacher.ids, jnp.maximum(labels, 0)[..., None]], -1)
     logits = _logits(hidden, head, ids.astype(jnp.int32), vd=layout == "vd")

@@ -308,7 +308,7 @@ class Decoder(nnx.Module):
             # The initial logits are small, so that the first loss is near log(V).
             self.head = linear(config, width, vocab, ("embed", "vocab"), rngs, scale=0.25)
         self.added: AddedTokens | None = nnx.data(None)
-        self.score: nnx.LoRAParam | None = nnx.data(None)
+        self.score: nnx.LoRAParam[Array] | None = nnx.data(None)
 
     def __call__(
         self,

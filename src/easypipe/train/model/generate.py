@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -293,7 +293,11 @@ def _empty(config: ModelConfig, rows: int, slots: int) -> KVCache:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _read(
-    graph: nnx.GraphDef, state: nnx.State, tokens: Array, start: Array, cache: KVCache
+    graph: nnx.GraphDef[Decoder],
+    state: nnx.State[Hashable, nnx.Variable[Array]],
+    tokens: Array,
+    start: Array,
+    cache: KVCache,
 ) -> KVCache:
     """Returns `cache` with a piece of the prompts, Int32[B, T] from place `start` on.
 
@@ -305,8 +309,8 @@ def _read(
 
 @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=2)
 def _write(
-    graph: nnx.GraphDef,
-    state: nnx.State,
+    graph: nnx.GraphDef[Decoder],
+    state: nnx.State[Hashable, nnx.Variable[Array]],
     rows: _Rows,
     drawn: Drawn,
     steps: tuple[Array, Array],

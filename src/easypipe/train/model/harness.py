@@ -10,11 +10,12 @@ B rows of a batch · S tokens of a row · C of them that are scored · V vocabul
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -337,9 +338,9 @@ def _wide(scored: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _log_probs(
-    graph: nnx.GraphDef,
+    graph: nnx.GraphDef[Decoder],
     wide: int,
-    state: nnx.State,
+    state: nnx.State[Hashable, nnx.Variable[Array]],
     tokens: Int[Array, "B S"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B C-1"], Bool[Array, "B C-1"], Float[Array, "B V"]]:
@@ -367,7 +368,7 @@ def check_needed() -> None:
     """
     fix = "pip install 'easypipe[eval]'"
     with raising(ConfigError, "lm_eval", "needs the package lm-eval", fix, ImportError):
-        import lm_eval  # noqa: F401  # pyright: ignore[reportMissingImports]
+        importlib.import_module("lm_eval")
 
 
 def as_lm(asked: Asked) -> Any:

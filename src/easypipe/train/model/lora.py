@@ -129,7 +129,7 @@ def merge_lora(module: Module) -> Module:
             _take(plain, linear, without=_ADAPTER)
             a, b, scale = linear.lora_a[...], linear.lora_b[...], linear.lora.scale
             merged = linear.kernel.replace(_merged(linear.kernel[...], a, b, scale))
-            plain.kernel = cast("nnx.Param", merged)
+            plain.kernel = cast("nnx.Param[Array]", merged)
             _put(parent, key, plain)
     return module
 
@@ -145,9 +145,9 @@ def _merged(
     return (kernel.astype(jnp.float32) + scale * added).astype(kernel.dtype)
 
 
-def _with(variable: nnx.Param, put: Callable[[Array], Array]) -> nnx.Param:
+def _with(variable: nnx.Param[Array], put: Callable[[Array], Array]) -> nnx.Param[Array]:
     """Returns the parameter with `put` applied to its array."""
-    return cast("nnx.Param", variable.replace(put(variable[...])))
+    return cast("nnx.Param[Array]", variable.replace(put(variable[...])))
 
 
 def has_lora(module: nnx.Module) -> bool:
@@ -221,7 +221,7 @@ def _take(target: nnx.Module, source: nnx.Module, without: tuple[str, ...] = ())
             setattr(target, name, value)
 
 
-def _adapter(value: Array, labels: tuple[str | None, ...]) -> nnx.LoRAParam:
+def _adapter(value: Array, labels: tuple[str | None, ...]) -> nnx.LoRAParam[Array]:
     """Returns the parameter of an adapter, labelled for its sharding if there are labels."""
     return (
         nnx.LoRAParam(value, out_sharding=labels, eager_sharding=False)
@@ -230,7 +230,7 @@ def _adapter(value: Array, labels: tuple[str | None, ...]) -> nnx.LoRAParam:
     )
 
 
-def _labels(kernel: nnx.Variable) -> tuple[str | None, ...]:
+def _labels(kernel: nnx.Variable[Array]) -> tuple[str | None, ...]:
     labels = kernel.get_metadata().get("out_sharding")
     return tuple(labels or [None] * len(kernel.shape))
 

@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -294,7 +294,7 @@ def rules() -> Mapping[str, Axes]:
 
 
 @contextlib.contextmanager
-def under(rules: Mapping[str, Axes] | None) -> Iterator[None]:
+def under(rules: Mapping[str, Axes] | None) -> Generator[None, None, None]:
     """Sets the rules inside a `with` block; None keeps those that already apply."""
     token = _rules.set(_rules.get() if rules is None else rules)
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from easypipe.core.errors import StateError, TrainError
 from easypipe.core.storage import commit_bytes
-from easypipe.core.values import Json
+from easypipe.core.values import Arguments, Json
 from easypipe.train.metrics.log import Record, read_metrics
 from easypipe.train.record import PLAN, read_kept
 
@@ -173,7 +173,7 @@ def _picture(
     figure, axes = sheet
     for number, (name, points) in enumerate(lines.items()):
         marker = "o" if number or len(points) == 1 else None
-        told = {"linewidth": 1, "markersize": 4, "label": _label(name)}
+        told: Arguments = {"linewidth": 1, "markersize": 4, "label": _label(name)}
         axes.plot(*zip(*points, strict=True), marker=marker, **told)
     axes.set(xlabel="step", ylabel=label, title=title)
     legend = axes.legend() if len(lines) > 1 else None

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from easypipe.core.errors import ConfigError
-from easypipe.kernels.loss.chunked import row_options  # noqa: F401  (of the Kernel protocol)
+from easypipe.kernels.loss.chunked import row_options as row_options  # of the Kernel protocol
 from easypipe.kernels.loss.stats import (
     Cotangents,
     Gradients,
@@ -65,7 +65,9 @@ from easypipe.kernels.loss.tpu.common import (
     named_call,
     shape_like,
 )
-from easypipe.kernels.loss.tpu.rows import row_gradients, row_stats, row_step  # noqa: F401
+from easypipe.kernels.loss.tpu.rows import row_gradients as row_gradients
+from easypipe.kernels.loss.tpu.rows import row_stats as row_stats
+from easypipe.kernels.loss.tpu.rows import row_step as row_step
 from easypipe.kernels.tuning import table as tuning
 
 NAME = "pallas_tpu"

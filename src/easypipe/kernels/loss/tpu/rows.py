@@ -35,6 +35,7 @@ from easypipe.kernels.tuning import table as tuning
 
 COLUMN_STEP = 2048
 NUMBERS = 8  # numbers per token, passed in and returned: as many as a TPU stores together
+_Sums = tuple[Array, Array, Array, Array]  # the running sums of some rows
 
 
 class _Known(NamedTuple):
@@ -164,7 +165,7 @@ def _unpacked(numbers: Array) -> LogitStats:
 def _stats(logits_ref: Ref, label_R1: Array, soft_cap: float | None) -> LogitStats:
     """Returns the four sums of some rows, [R, 1] each, by an online log-sum-exp over columns."""
 
-    def add(part, running):
+    def add(part: pl.Slice, running: _Sums) -> _Sums:
         best_R1, total_R1, target_R1, sum_R1 = running
         z_RS, hit_RS = _tile(logits_ref, part, label_R1, soft_cap)
         top_R1 = jnp.maximum(best_R1, z_RS.max(axis=1, keepdims=True))
@@ -181,7 +182,7 @@ def _stats(logits_ref: Ref, label_R1: Array, soft_cap: float | None) -> LogitSta
 
 
 def _put_gradient(logits_ref: Ref, dx_ref: Ref, known: _Known, soft_cap: float | None) -> None:
-    def put(part, _):
+    def put(part: pl.Slice, _: None) -> None:
         z_RS, hit_RS = _tile(logits_ref, part, known.label, soft_cap)
         dz_RS = (
             jnp.exp(z_RS - known.lse) * known.g_lse

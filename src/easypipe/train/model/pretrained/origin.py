@@ -314,7 +314,7 @@ class Origin:
     classifier: ClassifierConfig | None = None
     is_module: bool = False
     pretrained: Pretrained | None = None
-    trained: type[nnx.Variable] = nnx.Param
+    trained: type[nnx.Variable[jax.Array]] = nnx.Param
 
     @property
     def shape(self) -> ModelConfig | ClassifierConfig | None:
@@ -465,7 +465,7 @@ def from_pretrained(
 
 def _adapting(
     seed: int, lora: LoraConfig | None, *, scores: bool
-) -> tuple[type[nnx.Variable], Callable[[nnx.Module], nnx.Module]]:
+) -> tuple[type[nnx.Variable[jax.Array]], Callable[[nnx.Module], nnx.Module]]:
     """Returns the type of variable that is trained, and a function that adds adapters."""
 
     def adapted(module: nnx.Module) -> nnx.Module:

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,7 +89,8 @@ class Seen:
     def recorded(cls, saved: JsonObject) -> Seen:
         """Returns the facts that a checkpoint records; earlier versions recorded nothing."""
         values: JsonObject = saved.get("seen") or {"stop_token_ids": ()}
-        return cls(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
+        given: JsonObject = {**values, "stop_token_ids": tuple(values["stop_token_ids"])}
+        return cls(**given)
 
     def record(self) -> JsonObject:
         """Returns it as plain JSON, for a checkpoint."""
@@ -174,7 +175,7 @@ def save_pretrained(
 
 
 @contextlib.contextmanager
-def new_folder(path: str | Path) -> Iterator[Path]:
+def new_folder(path: str | Path) -> Generator[Path, None, None]:
     """Yields a folder to write into, which becomes `path` if no error is raised.
 
     Raises:
