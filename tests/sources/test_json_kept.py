@@ -160,14 +160,38 @@ def test_a_null_that_stood_in_the_file_stays(tmp_path: Path, value: Any) -> None
     # a key that only others have is not a null
     plain = [talk({"lang": "en"}), talk({"lang": "en", "more": "x"})]
     path = jsonl(tmp_path / "b.jsonl", plain)
-    assert pa.types.is_nested(
-        Pipeline(config(tmp_path, datasets=[chat(path)]))
-        .source()
-        .get_data()["d"]
-        .schema.field("messages")
-        .type
-    )
     assert texts_of(tmp_path, str(path)) == written(plain)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [{"a": 1, "b": 2}, {"b": "x", "a": 3}],
+        [{"a": 1}, {"a": 1.5}],
+        [{"n": [1, 2]}, {"n": [0.5]}],
+        [{"a": 1, "b": {"d": 1, "c": 2}}, {"b": {"c": 0.5, "d": 1}}],
+    ],
+    ids=["order", "numbers", "lists", "deep"],
+)
+@pytest.mark.parametrize("given", ["file", "rows"])
+def test_a_row_does_not_depend_on_the_others(tmp_path: Path, values: Any, given: str) -> None:
+    rows = [talk(value) for value in values]
+    data = str(jsonl(tmp_path / "a.jsonl", rows)) if given == "file" else rows
+    assert texts_of(tmp_path, data) == written(rows)
+
+
+@pytest.mark.parametrize("given", ["file", "rows", "columns"])
+def test_an_integer_beside_a_fraction_is_no_fraction(tmp_path: Path, given: str) -> None:
+    rows = [{"q": "1+1", "a": 2}, {"q": "1/2", "a": 0.5}, {"q": "4/2", "a": 2.0}]
+    data: Any = {"q": [row["q"] for row in rows], "a": [row["a"] for row in rows]}
+    if given != "columns":
+        data = rows if given == "rows" else str(jsonl(tmp_path / "a.jsonl", rows))
+    prompt = PromptConfig(
+        format_type="custom", template="{q}={a}", input_columns=("q",), label_column="a"
+    )
+    plain = {"chat_template": None, "content_field": "text", "train_on": None}
+    found = texts_of(tmp_path, data, prompt=prompt, **plain)
+    assert found == [f"{row['q']}={row['a']}<|endoftext|>" for row in rows]
 
 
 def test_a_null_of_a_file_of_the_hub_stays(

@@ -25,7 +25,7 @@ from easypipe.sources.external.dicts import (
     misfit,
     outer_kind,
 )
-from easypipe.sources.schemas import column, plain_schema
+from easypipe.sources.schemas import column, json_array, json_text, plain_schema
 
 CUT_ROWS = 8192  # rows in memory can be read from anywhere; cuts only say where work may be divided
 
@@ -55,11 +55,12 @@ class InMemoryShardedSource(Source):
     ) -> None:
         table = _table(data, name)
         self._columns, self._name = columns, name
-        # the Python values, because Arrow cannot distinguish a null from a missing key
-        self._nested = {
+        # the Python values of columns in which Arrow changes some: objects have their own keys in
+        # their order, and their own nulls; an integer beside fractions is no fraction
+        self._python = {
             key: values
-            for key in table.column_names
-            if holds_struct(table.schema.field(key).type)
+            for key, kind in zip(table.column_names, table.schema.types, strict=True)
+            if (holds_struct(kind) or pa.types.is_floating(kind))
             and (values := _python_values(data, key)) is not None
         }
         if columns is not None:
@@ -84,12 +85,19 @@ class InMemoryShardedSource(Source):
         return self.fingerprint
 
     def exactly(self, columns: Sequence[str]) -> InMemoryShardedSource:
-        nulls = [key for key in columns if any(map(_holds_null, self._nested.get(key, ())))]
         table = pa.Table.from_batches([self._batch])
-        for key in nulls:
-            as_text = as_json(self._nested[key])
-            table = table.set_column(table.column_names.index(key), key, as_text)
-        if not nulls:
+        for key in columns:
+            values = self._python.get(key)
+            if values is None or key not in self.schema.names:
+                continue
+            if holds_struct(self.schema.field(key).type):
+                texts = as_json(values)
+            elif _mixes_numbers(values):
+                texts = json_array([None if one is None else json_text(one) for one in values])
+            else:
+                continue
+            table = table.set_column(table.column_names.index(key), key, texts)
+        if table.schema.equals(self.schema):
             return self
         return InMemoryShardedSource(table, columns=self._columns, name=self._name)
 
@@ -148,11 +156,10 @@ def _python_values(data: Any, key: str) -> Sequence[Any] | None:
     return None if isinstance(data, pa.Table | pa.RecordBatch) else [row.get(key) for row in data]
 
 
-def _holds_null(value: Any) -> bool:
-    """Returns whether an object within `value` holds a null."""
-    if isinstance(value, Mapping):
-        return any(item is None or _holds_null(item) for item in value.values())
-    return isinstance(value, list | tuple) and any(map(_holds_null, value))
+def _mixes_numbers(values: Sequence[Any]) -> bool:
+    """Returns whether Python integers stand beside fractions, with nothing else but None."""
+    plain = all(value is None or isinstance(value, int | float) for value in values)
+    return plain and len({type(value) for value in values if value is not None}) > 1
 
 
 def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:

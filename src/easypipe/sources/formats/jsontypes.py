@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -242,10 +241,6 @@ def _same(data: UInt8, key: int, length: int, slot: int, spans: Int32, text: UIn
     return True
 
 
-# a null that is a value of an object; two keys that are often null in messages are left out
-_NULL = re.compile(rb'(?<!"role")(?<!"content")\s*:\s*null\b')
-
-
 class Observer:
     """Collects column types from records that are shown in order.
 
@@ -267,7 +262,6 @@ class Observer:
                 )
             self._keys.kinds[:] = 0
         self._nested: dict[str, pa.DataType] = {}
-        self._nulls: set[str] = set()
 
     def __call__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         """Adds the types of some records: record i is `data[starts[i]:ends[i]]`."""
@@ -280,24 +274,11 @@ class Observer:
                 size = int((ends - starts).sum()) + len(starts)
                 out = np.empty(size, np.uint8)
                 size = gather(data, starts, ends, flags, out)
-                self._look_for_nulls(out[:size].tobytes(), wanted)
                 for name, kind in nested_types(out[:size].tobytes(), wanted).items():
                     if not pa.types.is_nested(kind) and not is_json(kind):
                         continue  # here the column holds another kind than elsewhere in the file
                     before = self._nested.get(name)
                     self._nested[name] = kind if before is None else merge_json(before, kind)
-
-    def _look_for_nulls(self, lines: bytes, names: list[str]) -> None:
-        """Records which columns have nulls in their objects.
-
-        An Arrow struct cannot distinguish such a null from a key that only other rows have.
-        """
-        names = [name for name in names if name not in self._nulls]
-        # the word is searched first: most files hold no null, and the pattern looks at every byte
-        if not names or b"null" not in lines or not _NULL.search(lines):
-            return
-        for row in _objects(line for line in io.BytesIO(lines) if _NULL.search(line)):
-            self._nulls |= {name for name in names if _has_null(row.get(name))}
 
     def facts(self) -> JsonObject:
         """Returns the types that were found, as JSON.
@@ -315,7 +296,6 @@ class Observer:
         nested = pa.schema(list(self._nested.items()))
         return {
             "columns": self._columns_seen(),
-            "nulls": sorted(self._nulls),
             "nested": schema_text(nested),
         }
 
@@ -349,41 +329,29 @@ class Observer:
         return [(name, every, first) for name, (every, first) in found.items()]
 
 
-def schema_of(facts: JsonObject, exact: Sequence[str] = (), *, known: bool = True) -> pa.Schema:
+def schema_of(facts: JsonObject, exact: Sequence[str] = ()) -> pa.Schema:
     """Returns the schema that an Observer's facts describe.
 
     Args:
         facts: What `Observer.facts` returned.
-        exact: Columns that are kept as JSON if an Arrow type would lose nulls.
-        known: Whether the facts cover all rows. If not, lists and objects of `exact` columns are
-            JSON, because nothing is known about later rows.
+        exact: Columns whose lists, objects and mixed numbers are kept as JSON: an Arrow type has
+            one order of keys and one type of number for all rows, and no nulls of single rows.
     """
     nested = schema_of_text(facts["nested"])
     fields = []
     for name, every, first in facts["columns"]:
         if every & STRING and first not in (OBJECT, ARRAY):
             kind = pa.large_string()
+        elif name in exact and (first in (OBJECT, ARRAY) or (every & INT and every & FLOAT)):
+            kind = JSON
         elif first in (INT, FLOAT):
             kind = pa.float64() if every & FLOAT else pa.int64()
         elif first in (OBJECT, ARRAY):
             kind = nested.field(name).type if name in nested.names else pa.null()
-            if name in exact and (name in facts["nulls"] or not known):
-                kind = JSON
         else:
             kind = pa.bool_() if first == BOOL else pa.null()
         fields.append(pa.field(name, kind))
     return pa.schema(fields)
-
-
-def _has_null(value: Any, outermost: bool = True) -> bool:
-    """Returns whether an object holds a null, except as role or content of a message."""
-    if isinstance(value, dict):
-        own = any(
-            item is None and not (outermost and key in ("role", "content"))
-            for key, item in value.items()
-        )
-        return own or any(_has_null(item, False) for item in value.values())
-    return isinstance(value, list) and any(_has_null(item, outermost) for item in value)
 
 
 def nested_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
