@@ -104,7 +104,7 @@ def audit(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Pyright: strict for the core, standard for the rest (see pyproject.toml); then over a script
+    """Pyright, strict (see pyproject.toml for the rules that are left out); then over a script
     of a user's, in which it has to find what is wrong and nothing else."""
     session.install(".[types]")
     session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))

@@ -197,9 +197,9 @@ def test_prefetch_buffer_size_bounds_what_is_made_ahead(
 ) -> None:
     loader = loader_of(tmp_path, prefetch_buffer_size=prefetch_buffer_size)
     made: list[int] = []
-    kind, fetch = type(loader), type(loader).make
+    kind, fetch = type(loader), type(loader)._make
     monkeypatch.setattr(
-        kind, "make", lambda self, *args, **rest: made.append(1) or fetch(self, *args, **rest)
+        kind, "_make", lambda self, *args, **rest: made.append(1) or fetch(self, *args, **rest)
     )
     batches = iter(loader)
     next(batches)

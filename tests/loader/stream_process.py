@@ -74,7 +74,7 @@ report: dict[str, dict] = {"batches": {}, "states": {}, "streams": {}}
 for kind in ("endless", "finite"):
     loader = make(kind)
     report["streams"][kind] = loader.rows.own(
-        Share({} if loader.local[8] is None else {8: loader.local[8]})
+        Share({} if loader._local[8] is None else {8: loader._local[8]})
     )
     seen, states = [], [loader.state().to_json()]
     for batch in itertools.islice(iter(loader), BATCHES):

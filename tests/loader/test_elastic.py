@@ -106,7 +106,7 @@ def test_batches_do_not_depend_on_the_number_of_processes_from_1_to_64(data, shu
         one = Loader(rows, load)
         if share is not None:
             one._placements = {64: share}  # type: ignore[dict-item]
-            one.local = {64: one._rows_here(64)}
+            one._local = {64: one._rows_here(64)}
         return one
 
     wanted = list(make())

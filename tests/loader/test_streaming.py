@@ -293,8 +293,8 @@ def test_rows_of_a_stream_do_not_depend_on_who_reads_the_others(tmp_path: Path) 
     whole = list(itertools.islice(iter(build(tmp_path, **endless)), 12))
     for rows in (range(4), range(4, 8), range(2, 6)):
         part = build(tmp_path, **endless)
-        part.local = {8: np.array(rows)}
-        assert part.rows.own(Share(part.local)) == sorted({row // 4 for row in rows})
+        part._local = {8: np.array(rows)}
+        assert part.rows.own(Share(part._local)) == sorted({row // 4 for row in rows})
         for expected, made in zip(whole, part, strict=False):
             assert all((expected[column][rows] == made[column]).all() for column in expected)
     # of a batch that streams do not divide, any row may be of any stream

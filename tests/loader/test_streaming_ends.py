@@ -227,7 +227,7 @@ def test_a_pass_loses_or_pads_less_than_a_batch_whatever_the_files(
     for rank in {0, processes - 1}:
         part = make()
         local = np.array_split(np.arange(size), processes)[rank]
-        part.local = {size: local}
+        part._local = {size: local}
         assert_same_batches(
             [{name: column[local] for name, column in batch.items()} for batch in batches],
             part,

@@ -531,10 +531,12 @@ class Books:
 def test_a_source_of_few_rows_says_how_many_a_stream_takes(tmp_path: Path) -> None:
     dataset = DatasetConfig(name="d", data_files=Books())
     config = pipelines.config(tmp_path, datasets=(dataset,), streaming=True)
-    loader = Pipeline(config).source().tokenize().load({"batch_size": 2}).build()
+    endless = {"batch_size": 2, "num_epochs": None}
+    loader = Pipeline(config).source().tokenize().load(endless).build()
     with pytest.raises(ConfigError, match="256 rows of a source of your own"):
-        list(loader)
-    loader = Pipeline(config).source().tokenize().load({"batch_size": 2, "num_streams": 1}).build()
+        list(itertools.islice(loader, 400))
+    config = pipelines.config(tmp_path, datasets=(dataset,), streaming=True, num_streams=1)
+    loader = Pipeline(config).source().tokenize().load({"batch_size": 2}).build()
     assert sum(len(batch[INPUT_IDS]) for batch in loader) == 200
 
 

@@ -97,7 +97,7 @@ class TorchBatches(data.IterableDataset):
 
     def _end(self) -> None:
         self._yielded, self._within = 0, False
-        self._loader.ended()
+        self._loader._ended()
 
     def set_epoch(self, epoch: int) -> None:
         """Makes pass `epoch` the next iteration.

@@ -23,7 +23,7 @@ from easypipe.loader.state import LoaderState
 from easypipe.loader.streams.rows import StreamRows
 
 # the attributes of a loader that describe the current pass
-MOVED = ("rows", "_order", "_seed", "latest", "_entry", "_restored", "_kept_entry")
+MOVED = ("rows", "_order", "_seed", "_latest", "_entry", "_restored", "_kept_entry")
 
 
 class EpochLoader(Loader):
@@ -47,10 +47,10 @@ class EpochLoader(Loader):
 
     # One iteration chains this many passes, each with its own last batch. It ends after a pass
     # whose number, counted from 1, is a multiple of this, wherever it began.
-    together = 1
+    _together = 1
 
     def __init__(self, make: Callable[[int], Loader]) -> None:
-        self.made = make
+        self._made = make
         self._told: Callable[[int], None] = lambda epoch: None
         first = make(0)
         super().__init__(first.rows, first.config, seed=first.seed, **first._options)
@@ -68,7 +68,7 @@ class EpochLoader(Loader):
             ConfigError: `epoch` is negative.
         """
         require(epoch >= 0, "epoch", f"there is no pass {epoch}", "They count from 0.")
-        return self.made(epoch)
+        return self._made(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes pass `epoch` the next iteration, from its first batch."""
@@ -119,18 +119,18 @@ class EpochLoader(Loader):
         return self._each(lambda one: one.of_rank(rank, world_size))
 
     def _each(self, change: Callable[[Loader], Loader]) -> EpochLoader:
-        other = EpochLoader(lambda epoch: change(self.made(epoch)))
-        other.together = self.together
+        other = EpochLoader(lambda epoch: change(self._made(epoch)))
+        other._together = self._together
         return other
 
-    def begin(self, entry: LoaderState | None, *, holding: bool = True) -> Iterator[Batch]:
-        first = super().begin(entry, holding=holding)
-        return first if self.together == 1 else _chain(self, first, holding)
+    def _begin(self, entry: LoaderState | None, *, holding: bool = True) -> Iterator[Batch]:
+        first = super()._begin(entry, holding=holding)
+        return first if self._together == 1 else _chain(self, first, holding)
 
     def _state(self, after: After) -> LoaderState:
         return dataclasses.replace(super()._state(after), epoch=self.epoch)
 
-    def ended(self) -> None:
+    def _ended(self) -> None:
         kept, epoch = self._kept, self.epoch + (self.config.num_epochs or 1)
         self.set_epoch(epoch)
         self._kept = kept
@@ -142,7 +142,7 @@ class EpochLoader(Loader):
             # Both are Loaders, so the attributes of one fit the other.
             setattr(self, name, getattr(loader, name))
         self.epoch, self._kept = epoch, None
-        self.newest += 1
+        self._newest += 1
         for known in ("_settings", "_words", "_components"):
             # cached properties of the previous pass
             vars(self).pop(known, None)
@@ -154,8 +154,8 @@ def _chain(loader: EpochLoader, first: Iterator[Batch], holding: bool) -> Iterat
     `first` is the newest iteration over a pass. The chain moves the loader as long as it is the
     newest.
     """
-    kept, make, together = weakref.ref(loader), loader.made, loader.together
-    epoch, number = loader.epoch, loader.newest
+    kept, make, together = weakref.ref(loader), loader._made, loader._together
+    epoch, number = loader.epoch, loader._newest
     del loader
 
     def batches() -> Iterator[Batch]:
@@ -167,8 +167,8 @@ def _chain(loader: EpochLoader, first: Iterator[Batch], holding: bool) -> Iterat
             if epoch % together == 0:
                 return
             moved = kept()
-            if moved is not None and (moved.epoch, moved.newest) == (epoch, number + 1):
-                following, number = Loader.begin(moved, None, holding=holding), moved.newest
+            if moved is not None and (moved.epoch, moved._newest) == (epoch, number + 1):
+                following, number = Loader._begin(moved, None, holding=holding), moved._newest
             else:
                 following = iter(make(epoch))
             del moved
@@ -195,7 +195,7 @@ def passes_over(
         if epoch == 0:
             return build(num_epochs)
         loader, rows_each = endless()
-        return loader.clone(
+        return loader._clone(
             PassRows(loader.rows, epoch, num_epochs, rows_each),
             dataclasses.replace(loader.config, num_epochs=num_epochs),
             seed_of_epoch(loader.seed, epoch),
@@ -216,10 +216,10 @@ def passes_of_streams(first: Loader, together: int) -> EpochLoader:
 
     def make(epoch: int) -> Loader:
         seed = seed_of_epoch(first.seed, epoch)
-        return first.clone(rows.with_seed(seed), first.config, seed)
+        return first._clone(rows.with_seed(seed), first.config, seed)
 
     loader = EpochLoader(make)
-    loader.together = together
+    loader._together = together
     return loader
 
 

@@ -104,20 +104,20 @@ class Loader:
         self._order = ReadingOrder(rows, self.config, self.collate, seed)
         self._steps = Steps(self.batch_size, self.config.batch_size_schedule)
         self._placements = self._place()
-        self.local = {size: self._rows_here(size) for size in self._steps.sizes}
+        self._local = {size: self._rows_here(size) for size in self._steps.sizes}
         self._width = self._fixed_width()
-        self.latest = After(0, 0)  # the position after the last batch of the newest iteration
-        self.mark: Mark | None = None  # how far that iteration has read, also after its end
-        self.end: Mark | None = None  # the end that an iteration of this object reached
+        self._latest = After(0, 0)  # the position after the last batch of the newest iteration
+        self._mark: Mark | None = None  # how far that iteration has read, also after its end
+        self._end: Mark | None = None  # the end that an iteration of this object reached
         self._restored: LoaderState | None = None  # where the next iteration begins
         self._kept: Iterator[Batch] | None = None  # the iteration of `next(loader)`, once started
         self._kept_entry: LoaderState | None = None  # where that iteration begins
         self._entry: LoaderState | None = None  # where the newest iteration began
-        self.newest = 0  # the number of the newest iteration
+        self._newest = 0  # the number of the newest iteration
 
     def __iter__(self) -> Iterator[Batch]:
         entry, self._restored = self._restored, None
-        return self.begin(entry)
+        return self._begin(entry)
 
     def __next__(self) -> Batch:
         """Returns the next batch of the loader's own iteration (after `restore`, from the restored
@@ -125,10 +125,10 @@ class Loader:
         """
         if self._kept is None:
             entry, self._kept_entry = self._kept_entry, None
-            self._kept = self.begin(entry, holding=False)
+            self._kept = self._begin(entry, holding=False)
         return next(self._kept)
 
-    def begin(self, entry: LoaderState | None, *, holding: bool = True) -> Iterator[Batch]:
+    def _begin(self, entry: LoaderState | None, *, holding: bool = True) -> Iterator[Batch]:
         """Begins an iteration.
 
         Args:
@@ -136,9 +136,9 @@ class Loader:
             holding: Whether the iteration references this loader; the loader's own iteration must
                 not.
         """
-        self._entry, self.mark = entry, None
-        self.latest = After(0, 0) if entry is None else After(entry.batch, entry.row)
-        self.newest += 1
+        self._entry, self._mark = entry, None
+        self._latest = After(0, 0) if entry is None else After(entry.batch, entry.row)
+        self._newest += 1
         return Batches(self, entry, self._counted(), holding=holding)
 
     @property
@@ -201,7 +201,7 @@ class Loader:
             version: A name for what the function does. A loader's states record it, and a loader
                 with different transforms cannot restore them.
         """
-        return self.clone(MappedRows(self.rows, transform, version, self._seed), self.config)
+        return self._clone(MappedRows(self.rows, transform, version, self._seed), self.config)
 
     def of_rank(self, rank: int, world_size: int) -> Loader:
         """Returns a loader over the rows `rank`, `rank + world_size`, ...
@@ -225,7 +225,7 @@ class Loader:
             f"Call load() with a batch_size of {every[0][1]}, then "
             f"loader.copy(LoadStageConfig(batch_size={self.batch_size}, ...)).of_rank(...).",
         )
-        return self.clone(
+        return self._clone(
             RankRows(self.rows, rank, world_size, even=self.config.drop_last), self.config
         )
 
@@ -240,7 +240,7 @@ class Loader:
         Args:
             config: Its options; None takes those of this loader.
         """
-        return self.clone(self.rows, config or self.config)
+        return self._clone(self.rows, config or self.config)
 
     def batch(self, step: int) -> Batch:
         """Makes batch `step` (from 0) in this thread, as the iteration would yield it.
@@ -250,7 +250,7 @@ class Loader:
         """
         made = None
         if self.rows_of(step):
-            made = self.make(self.rows.open(), self._counted(), step, lambda stage: None)
+            made = self._make(self.rows.open(), self._counted(), step, lambda stage: None)
         if made is None:
             raise IndexError(f"{self.name}: there is no batch {step}")
         return made[0]
@@ -297,11 +297,11 @@ class Loader:
             ConfigError: The rows have numbers, so their ledger follows from the plan
                 (`Pipeline.ledger`).
         """
-        return self.rows.ledger() if self.mark is None else self.mark.ledger()
+        return self.rows.ledger() if self._mark is None else self._mark.ledger()
 
     def state(self) -> LoaderState:
         """Returns the state after the last yielded batch, regardless of batches in flight."""
-        return self._state(self.latest)
+        return self._state(self._latest)
 
     def state_at(self, batch: int) -> LoaderState:
         """Returns the state after the first `batch` batches, computed from the plan.
@@ -385,8 +385,8 @@ class Loader:
                 "prolonged.",
             )
         self._restored = self._entry = self._kept_entry = state
-        self.latest, self.mark, self._kept = After(state.batch, state.row), None, None
-        self.newest += 1  # an iteration in progress no longer moves `state()`
+        self._latest, self._mark, self._kept = After(state.batch, state.row), None, None
+        self._newest += 1  # an iteration in progress no longer moves `state()`
 
     def _by_number(self, place: str) -> RowReader:
         """Returns a reader of rows that are found by number.
@@ -418,10 +418,10 @@ class Loader:
             "remember": self._remember,
         }
 
-    def clone(self, rows: Rows, config: LoadStageConfig, seed: int | None = None) -> Loader:
+    def _clone(self, rows: Rows, config: LoadStageConfig, seed: int | None = None) -> Loader:
         return Loader(rows, config, seed=self._seed if seed is None else seed, **self._options)
 
-    def ended(self) -> None:
+    def _ended(self) -> None:
         """Is called at the end of the newest iteration; a subclass may go to the next pass."""
 
     def _check_step(self, step: int, steps: Steps) -> None:
@@ -524,7 +524,7 @@ class Loader:
             )
         return known
 
-    def make(
+    def _make(
         self, reader: RowReader, steps: Steps, batch: int, enter: Callable[[str], None]
     ) -> tuple[Batch, After] | None:
         """Makes this process's part of batch number `batch`; `enter` is called with each stage.
@@ -540,7 +540,7 @@ class Loader:
             enter(stage)
             count = reader.available(start, start + size)
             if count == 0 or (count < size and self.config.drop_last):
-                self.end = reader.finish(start, count)
+                self._end = reader.finish(start, count)
                 return None
             rows = self._order.rows(reader, start, start + count)
             width = self._width
@@ -548,7 +548,7 @@ class Loader:
                 stage = "lengths"
                 enter(stage)
                 width = row_width(reader.lengths(rows), self.collate)
-            placement, here = self._placements.get(size), self.local[size]
+            placement, here = self._placements.get(size), self._local[size]
             if count < size and (
                 placement is not None or here is not None or not self.rows.by_number
             ):
@@ -605,18 +605,18 @@ class Batches(Iterator[Batch]):
         # `for batch in module.train_dataloader()`.
         self._loader = weakref.ref(loader)
         self._held = loader if holding else None
-        self._number = loader.newest
+        self._number = loader._newest
         start = 0 if entry is None else entry.batch
         self._none_yet = start == 0
         # makes batches of these rows, even if the loader goes to another pass
         self._maker = copy.copy(loader)
         workers = settings.prefetch_workers if settings.prefetch_enabled else 0
         local = {
-            size: np.arange(size) if rows is None else rows for size, rows in loader.local.items()
+            size: np.arange(size) if rows is None else rows for size, rows in loader._local.items()
         }
         self._reader = loader.rows.open(entry, Share(local, workers if workers > 1 else 0))
         self._ending = weakref.finalize(self, self._reader.close)
-        make = partial(self._maker.make, self._reader, steps)
+        make = partial(self._maker._make, self._reader, steps)
         self._made: Prefetcher[tuple[Batch, After]] | InOrder[tuple[Batch, After]]
         if settings.prefetch_enabled:
             self._made = Prefetcher(
@@ -638,11 +638,11 @@ class Batches(Iterator[Batch]):
             self._ending()
             loader = self._newest_of()
             if loader is not None:
-                loader.mark = self._maker.end
+                loader._mark = self._maker._end
             if self._none_yet:
                 self._reader.check_some_batch()
             if loader is not None:
-                loader.ended()
+                loader._ended()
             raise
         except StallError:
             if self._ending.detach() is not None:
@@ -654,7 +654,7 @@ class Batches(Iterator[Batch]):
             raise
         self._none_yet = False
         if (loader := self._newest_of()) is not None:
-            loader.latest, loader.mark = after, after.mark
+            loader._latest, loader._mark = after, after.mark
         return batch
 
     def close(self) -> None:
@@ -664,4 +664,4 @@ class Batches(Iterator[Batch]):
     def _newest_of(self) -> Loader | None:
         """Returns the loader while this is its newest iteration, else None."""
         loader = self._loader()
-        return loader if loader is not None and loader.newest == self._number else None
+        return loader if loader is not None and loader._newest == self._number else None

@@ -65,7 +65,7 @@ class PipelineConfig:
     load: LoadStageConfig | None = None
 
     @cached_property
-    def by_name(self) -> Mapping[str, DatasetConfig]:
+    def _by_name(self) -> Mapping[str, DatasetConfig]:
         """The datasets by name, computed once because there may be thousands of look-ups."""
         return {str(dataset.name): dataset for dataset in self.datasets}
 
@@ -218,4 +218,4 @@ def tokenizer_config_of(name: str, context: PipelineContext) -> TokenizerConfig 
 
 def datasets_of(context: PipelineContext) -> Mapping[str, DatasetConfig]:
     """Returns the configs of the datasets by name, in their order."""
-    return settings_of(context).by_name
+    return settings_of(context)._by_name
