@@ -108,6 +108,27 @@ def test_f26_the_map_style_example(engine: PromptEngine) -> None:
     )
 
 
+def test_nulls_that_datasets_fills_in_are_left_out_as_in_a_pipeline() -> None:
+    from datasets import Dataset
+
+    talks = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "about": about}]
+        for about in ({"x": "one"}, {"y": "two"})
+    ]
+    rows = Dataset.from_list([{"messages": talk} for talk in talks])
+    assert rows[0]["messages"][1]["about"] == {"x": "one", "y": None}
+    template = "{% for m in messages %}{{ m.content }}{{ (m.about or {}) | tojson }}{% endfor %}"
+    options = PromptConfig(template=template, train_on="all")
+    own = PromptEngine(tokenizer(), options)
+    config = DatasetConfig(name="d", data_files=rows, prompt=options, tokenizer=tokenizer())
+    stored = Pipeline(PipelineConfig(datasets=(config,), seed=0)).source().tokenize().get_data()
+    expected = stored["d"].read(0, 0, 2).column("input_ids").to_pylist()
+    for streaming in (False, True):
+        made = create_preprocessed_dataset(rows, own, streaming=streaming)
+        assert [one["input_ids"].tolist() for one in made] == expected
+    assert '{"x": "one"}' in own.tokenizer.decode(expected[0])
+
+
 def test_encoded_rows_are_kept_where_asked() -> None:
     for cache_enabled, encoded in ((True, 3), (False, 6)):
         counting = Counting(tokenizer(), PROMPT)

@@ -203,6 +203,18 @@ def test_conversations_are_answered_by_the_template_that_was_trained(
     assert asked[4].endswith(opened[1])
 
 
+def test_a_conversation_to_answer_keeps_the_nulls_inside_its_calls_and_tools(tuned: Any) -> None:
+    source = load_trained(str(tuned.output_dir)).tokenizer or ""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1, "z": None}}}
+    row = {
+        "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}],
+        "tools": [{"name": "f", "default": None}],
+    }
+    seen = Seen(chat_template="{{ tools | tojson }}{{ messages[0].tool_calls | tojson }}<|im_end|>")
+    (text,) = Writer(Loaded(Decoder(SHAPE, nnx.Rngs(0)), source, seen), {}).opened([("row", row)])
+    assert text == f"{json.dumps(row['tools'])}{json.dumps([call])}<|im_end|>"
+
+
 def test_an_answer_is_kept_as_it_is_and_shown_without_what_steers_a_terminal(
     tuned: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections import Counter
@@ -56,6 +57,27 @@ CUSTOM: dict[str, Any] = {
     "input_columns": ("instruction", "input"),
     "label_column": "output",
 }
+
+
+PRINTS_NULLS = (
+    "{{ tools | tojson }}{{ (documents or []) | tojson }}{% for m in messages %}{{ m.role }}:"
+    "{{ m.content }}{{ (m.tool_calls or []) | tojson }}{{ m.name is defined }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+WITH_NULLS = [
+    {
+        "messages": [
+            {"role": "user", "content": "q", "name": None},
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": given}]},
+        ],
+        "tools": ({"name": "f", "default": None},),
+        "chat_template_kwargs": {"documents": [{"title": None}]},
+    }
+    for given in (
+        {"a": 1, "z": None},
+        {"a": datetime.date(2026, 1, 31), "z": [None, {"b": None}]},
+    )
+]
 
 
 def engine(**options: Any) -> PromptEngine:
@@ -122,6 +144,16 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"prompt": [], "completion": talk("", "Yes.")[1:]},
             {"prompt": talk("Sure?"), "completion": None},
         ],
+    ),
+    "nulls inside": ({"template": PRINTS_NULLS, "train_on": "all"}, WITH_NULLS),
+    "nulls inside an answer": (
+        {
+            "template": PRINTS_NULLS,
+            "input_columns": ("prompt",),
+            "label_column": "completion",
+            "train_on": "completion",
+        },
+        [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in WITH_NULLS],
     ),
     "chat as text": ({}, [{"messages": json.dumps(TALK["messages"])}, {"messages": "[{"}]),
     "sharegpt": (
@@ -192,6 +224,20 @@ def test_any_text_in_any_format(
 
 def name_of(options: dict[str, Any]) -> str:
     return next(name for name, (known, _) in FORMATS.items() if known is options)
+
+
+@pytest.mark.parametrize("as_list", [list, tuple])
+def test_the_template_sees_nulls_inside_messages_tools_and_variables(as_list: Any) -> None:
+    """Of the message itself, keys that are null are left out, as in `apply_chat_template`."""
+    row = WITH_NULLS[0] | {"messages": as_list(WITH_NULLS[0]["messages"])}
+    text, _ = shown(row, template=PRINTS_NULLS, train_on="all")
+    assert text == (
+        '[{"name": "f", "default": null}][{"title": null}]user:q[]False<|im_end|>'
+        'assistant:[{"name": "f", "arguments": {"a": 1, "z": null}}]False<|im_end|>'
+    )
+    # what JSON cannot say is refused as before
+    with pytest.raises(SourceError, match="the content of message 0 is null"):
+        engine().render({"messages": [{"role": "user", "content": b"q"}]})
 
 
 def test_template_input_columns_and_label_column_say_what_is_written() -> None:
@@ -415,6 +461,23 @@ def test_marked_spans_are_given_to_turns_by_proof_not_by_number() -> None:
         shown(row, template=source, train_on="last_assistant")
 
 
+@pytest.mark.parametrize("said", ["", "  "])
+def test_the_end_of_an_empty_turn_is_trained_on_if_the_template_marks_it(said: str) -> None:
+    row = {"messages": talk("1?", said, "2?", "A2", "3?", said)}
+    assert shown(row, template=CHATML)[1] == ["A2<|im_end|>"]
+    end = f"{said}<|im_end|>"
+    assert shown(row, template=MARKED)[1] == [end, "A2<|im_end|>", end]
+    with pytest.raises(SourceError, match="unproven_spans: which turn is marked"):
+        shown({"messages": talk("1?", "", "2?", "A2")}, template=MARKED, train_on="last_assistant")
+    alone = {"messages": talk("1?", said)}
+    assert shown(alone, template=MARKED)[1] == [end]
+    with pytest.raises(SourceError, match="nothing_to_train: no text that train_on='assistant'"):
+        shown(alone, template=CHATML)
+    pair = {"prompt": talk("1?"), "completion": talk("1?", said)[1:]}
+    answers = {"input_columns": ("prompt",), "label_column": "completion"}
+    assert shown(pair, template=CHATML, **answers)[1] == [f"{end}\n"]
+
+
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_built_in_templates_by_name_mark_what_the_sentinels_find(name: str) -> None:
     row = {"messages": talk("1?", "A1", "2?", " A2 ", system="Be brief.")}
@@ -583,6 +646,19 @@ def test_no_tools_are_none_to_a_template(tools: Any) -> None:
     """
     template = "{% if tools is not none %}tools: {{ tools }}{% endif %}" + CHATML
     assert shown(TALK | {"tools": tools}, template=template) == shown(TALK, template=CHATML)
+
+
+def test_transformers_passes_an_empty_list_of_tools_to_the_template() -> None:
+    """docs/conversations.md says that easypipe does not."""
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install easypipe[compare]"
+    )
+    template = "{% if tools is not none %}[TOOLS]{{ tools }}[/TOOLS]{% endif %}" + CHATML
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(Path(chat_tokenizer()) / "tokenizer.json")
+    ).apply_chat_template(TALK["messages"], tools=[], chat_template=template, tokenize=False)
+    ours, _ = shown(TALK | {"tools": []}, template=template)
+    assert theirs == "[TOOLS][][/TOOLS]" + ours
 
 
 def test_tools_column_system_prompt_and_template_date() -> None:

@@ -22,9 +22,10 @@ from easypipe.interop.workers import known_to_torch, shares_rows, torch_worker
 from easypipe.loader.rows.items import fingerprint_of
 from easypipe.loader.rows.ranks import check_rank
 from easypipe.plan.order import permute
-from easypipe.sources.external.objects import is_streamed
+from easypipe.sources.external.objects import is_arrow_dataset, is_streamed
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.engine import PromptEngine
+from easypipe.transforms.chat.conversations import cleaned
 
 log = logging.getLogger("easypipe")
 
@@ -73,7 +74,7 @@ class PreprocessedDataset:
             raise IndexError(f"row {index} of {len(self)}")
         if number in self._kept:
             return dict(self._kept[number])
-        made = _encode(self._engine, self._data[number], number)
+        made = _encode(self._engine, self._data, self._data[number], number)
         if self._keeps:
             self._kept[number] = made
         return dict(made)
@@ -175,7 +176,7 @@ class StreamingPreprocessedDataset:
             mine, self.buffer_size, fold(self.seed, "stream", "shuffle", self.rank, worker, *turn)
         ):
             try:
-                made = _encode(self._engine, row, number)
+                made = _encode(self._engine, self._data, row, number)
             except SourceError as error:
                 if not self.skip_errors:
                     raise
@@ -267,8 +268,11 @@ def _require_engine(engine: Any) -> None:
     )
 
 
-def _encode(engine: PromptEngine, row: Item, number: int) -> Encoded:
-    """Encodes a row; an error names the row."""
+def _encode(engine: PromptEngine, data: Dataset, row: Item, number: int) -> Encoded:
+    """Encodes a row of `data`; an error names the row."""
+    if isinstance(engine, PromptEngine) and isinstance(row, Mapping) and is_arrow_dataset(data):
+        # typed columns: as in a pipeline, a null is a key that only other rows have
+        row = {name: cleaned(value, ("role", "content")) for name, value in row.items()}
     try:
         return _with_ids(engine, engine.encode(row))
     except SourceError as error:

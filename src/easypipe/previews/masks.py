@@ -310,7 +310,8 @@ def _rendered(
         name: list(spellings(one)) if conversations is None else [("", one)]
         for name, one in given.items()
     }
-    asked = [format.request(_written(row)) for tried in forms.values() for _, row in tried]
+    rows = [{"messages": None, **row} for tried in forms.values() for _, row in tried]
+    asked = [format.request(format.as_json(row)) for row in rows]
     if template.reasoning == "per_turn":
         samples = [[one for _, one in some] for some in by_turns(template, asked)]
     else:
@@ -321,14 +322,6 @@ def _rendered(
         for name, tried in forms.items()
         for one in _chosen(name, [(form, *next(each)) for form, _ in tried])
     ]
-
-
-def _written(row: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns a row with lists and objects as JSON, which keeps their nulls as files do."""
-    return {
-        name: json.dumps(value, default=str) if isinstance(value, list | tuple | dict) else value
-        for name, value in {"messages": None, **row}.items()
-    }
 
 
 def _chosen(

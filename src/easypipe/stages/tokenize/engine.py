@@ -100,8 +100,7 @@ class PromptEngine:
             SourceError: The row is not a sample; the error names the reason.
             HostileTemplateError: A template exceeded its limits.
         """
-        self._require_columns(row)
-        written, _ = self.written([row], [0], None)
+        written, _ = self.written([self._given(row)], [0], None)
         found, *more = written[:1] if self.config.rejected_column is not None else written
         if more:
             found = Refused(
@@ -111,7 +110,8 @@ class PromptEngine:
             raise _no_sample(found)
         return found
 
-    def _require_columns(self, row: Row) -> None:
+    def _given(self, row: Row) -> Row:
+        """Returns a user's row as a pipeline reads it; raises SourceError if it lacks columns."""
         if not isinstance(row, Mapping):
             raise SourceError(
                 at="row",
@@ -119,6 +119,7 @@ class PromptEngine:
                 fix="Give a dict of columns.",
             )
         require_columns(self.columns, list(row), "row")
+        return self.format.as_json(row) if isinstance(self.format, ChatFormat) else row
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -260,8 +261,7 @@ class PromptEngine:
             "not given, so rows are not pairs",
             "Name it, or use encode.",
         )
-        self._require_columns(row)
-        (pair,) = self.render_pairs([row])
+        (pair,) = self.render_pairs([self._given(row)])
         if isinstance(pair, Refused):
             raise _no_sample(pair)
         better, worse = self._encoded(pair)

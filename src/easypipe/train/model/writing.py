@@ -85,7 +85,7 @@ class Writer:
         """
         config = PromptConfig(input_columns=["messages"])
         reader = ChatFormat(config, self._template, refuse=())
-        asked = [reader.request(row) for _, row in conversations]
+        asked = [reader.request(reader.as_json(row)) for _, row in conversations]
         prompts: list[str] = []
         for (at, row), text in zip(conversations, self._template.prompts(asked), strict=True):
             if isinstance(text, Refused):

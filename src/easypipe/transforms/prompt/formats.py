@@ -5,7 +5,11 @@ Templates in Jinja run in the worker processes of chat templates, with their lim
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import itertools
+import json
+import uuid
 from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
@@ -198,6 +202,15 @@ class ChatFormat:
             else None
         )
 
+    def as_json(self, row: Row) -> Row:
+        """Returns a Python row with the lists and objects that templates see as JSON.
+
+        JSON keeps nulls. `request` leaves nulls out of lists and objects, which Arrow may have
+        filled with them.
+        """
+        names = (self._messages, *self._answers, self._tools, KWARGS)
+        return {name: _as_json(value) if name in names else value for name, value in row.items()}
+
     def request(self, row: Row) -> Request | Refused:
         """Returns the request to the template for a row."""
         talk, tools = self._joined(row), value_of(row.get(self._tools), keep=())
@@ -266,6 +279,23 @@ class ChatFormat:
         if wrong is not None:
             return Refused(*wrong)
         return [{**message, FLAG: False} for message in talk if message["role"] != "system"]
+
+
+def _as_json(value: Json) -> Json:
+    """Returns a list or an object as JSON; any other value, and what JSON cannot say, as it is."""
+    if not isinstance(value, list | tuple | dict):
+        return value
+    try:
+        return json.dumps(value, default=_text_in_json)
+    except (TypeError, ValueError, RecursionError):
+        return value
+
+
+def _text_in_json(value: Json) -> str:
+    """Returns the text of a date, a time, a decimal or a UUID, as sources write them in JSON."""
+    if isinstance(value, datetime.date | datetime.time | decimal.Decimal | uuid.UUID):
+        return str(value)
+    raise TypeError
 
 
 def _kwargs_of(row: Row) -> Message | Refused:
