@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from chat_support import CHATML, MARKED, REASONING, chat_tokenizer, talk
+from easypipe import DatasetConfig, PipelineConfig, PromptConfig
 from easypipe.cli import main
+from easypipe.core.protocols import Scan
 from easypipe.previews import parity
 from easypipe.previews.parity import _differing, _Pair
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.transforms.chat.spans import OPEN, Rendered
+from easypipe.transforms.columns.base import TransformedSource
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from pipelines import jsonl
 from told import assert_told
@@ -126,6 +134,123 @@ def test_rows_that_differ_are_shown_with_their_first_token(
     assert "and 2 more" in text
     assert main(["parity", config, "--rows", "1"]) == 0
     assert "1 texts compared, 0 differ" in capsys.readouterr().out
+
+
+def damaged(value: Any) -> Any:
+    """The value with the keys of its objects in the other order, and floats for integers."""
+    if isinstance(value, dict):
+        return {key: damaged(item) for key, item in reversed(value.items())}
+    if isinstance(value, list):
+        return [damaged(item) for item in value]
+    return float(value) if type(value) is int else value
+
+
+def reads_wrong(monkeypatch: pytest.MonkeyPatch, reader: type, column: str) -> None:
+    """Damages a column of what a source reads."""
+    name = "read" if reader is InMemoryShardedSource else "scan"
+    usual = getattr(reader, name)
+
+    def wrong(batch: pa.RecordBatch) -> pa.RecordBatch:
+        values = [damaged(value) for value in batch.column(column).to_pylist()]
+        values = [json.dumps(one) if isinstance(one, list) else one for one in values]
+        return batch.set_column(batch.schema.names.index(column), column, pa.array(values))
+
+    def read(self: Any, *rows: int) -> Any:
+        found = usual(self, *rows)
+        return wrong(found) if name == "read" else Scan(wrong(found.batch), found.rejects)
+
+    monkeypatch.setattr(reader, name, read)
+
+
+CALLED = [*talk("Why?"), *CALLS[1:]]
+CALLED[1] = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {
+    "name": "f", "arguments": {"x": 1, "a": {"y": 2, "b": "two"}}}}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "renamed", "memory", "columns"]
+)
+def test_what_reading_changes_is_a_difference(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers gets the rows as the file or the user has them."""
+    rows = [{"messages": TALK, "id": n} for n in range(2)] + [{"messages": CALLED, "id": 2}]
+    files: Any = str(jsonl(tmp_path / "rows.jsonl", rows))
+    more: dict[str, Any] = {}
+    if kind == "rows.jsonl.gz":
+        files = tmp_path / kind
+        files.write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    elif kind == "rows.json":
+        files = tmp_path / kind
+        files.write_text(json.dumps(rows))
+    elif kind == "renamed":
+        files = jsonl(tmp_path / "rows.jsonl", [{"talk": row["messages"]} for row in rows])
+        more = {"format_fields": {"talk": "messages"}}
+    elif kind == "memory":
+        files = rows
+    elif kind == "columns":
+        files = {"messages": [row["messages"] for row in rows], "id": [0, 1, 2]}
+    data = DatasetConfig(
+        name="d",
+        data_files=files if isinstance(files, list | dict) else str(files),
+        content_field="messages",
+        chat_template="chatml",
+        tokenizer=chat_tokenizer(),
+        **more,
+    )
+    config = PipelineConfig(datasets=[data])
+    (found,) = parity.parity(config, 3)
+    assert (found.rows, found.masks, found.differences, found.notes) == (3, 3, (), ())
+    readers = {
+        "renamed": TransformedSource,
+        "memory": InMemoryShardedSource,
+        "columns": InMemoryShardedSource,
+    }
+    reads_wrong(monkeypatch, readers.get(kind, JsonShardedSource), "messages")
+    (found,) = parity.parity(config, 3)
+    assert found.rows == 3
+    (told,) = found.differences
+    assert "row 2: token " in told
+
+
+def test_numbers_that_reading_changes_are_a_difference_in_a_template_of_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"question": "1+1", "answer": 2}])
+    prompt = PromptConfig(
+        format_type="custom",
+        template="{question}={answer}",
+        input_columns=("question",),
+        label_column="answer",
+    )
+    data = DatasetConfig(name="d", data_files=str(path), prompt=prompt, tokenizer=chat_tokenizer())
+    config = PipelineConfig(datasets=[data])
+    (found,) = parity.parity(config, 3)
+    assert (found.rows, found.differences) == (1, ())
+    reads_wrong(monkeypatch, JsonShardedSource, "answer")
+    (found,) = parity.parity(config, 3)
+    assert len(found.differences) == 1
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_rows_that_are_known_only_as_they_are_read_are_noted(changed: bool, tmp_path: Path) -> None:
+    """Those of other files, and those that a function changes."""
+    rows = [{"messages": TALK}]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    if changed:
+        path = jsonl(tmp_path / "rows.jsonl", rows)
+    data = DatasetConfig(
+        name="d",
+        data_files=str(path),
+        content_field="messages",
+        chat_template="chatml",
+        tokenizer=chat_tokenizer(),
+        format_callback=(lambda row: {"messages": row["messages"][:3]}) if changed else None,
+    )
+    (found,) = parity.parity(PipelineConfig(datasets=[data]), 3)
+    assert (found.rows, found.differences) == (1, ())
+    assert found.notes == ("transformers was given these rows as easypipe reads them",)
 
 
 def test_a_mask_that_differs_is_told_with_its_token() -> None:

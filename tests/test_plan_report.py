@@ -31,9 +31,11 @@ from easypipe.core.pages import page_of
 from easypipe.core.schema import SEGMENT_IDS
 from easypipe.loader.config import MOST_EPOCHS
 from easypipe.stages.reports import plan_report
+from easypipe.stages.reports.cuts import length_beyond
 from easypipe.stages.reports.plan_page import plan_sections
 from easypipe.stages.reports.plan_report import DatasetPlan, PlanReport, joined
 from easypipe.stages.reports.shares import StepShares
+from easypipe.stages.tokenize.documents import cached_of
 from easypipe.train.report import pictures as plot
 from page_cells import cells
 from pipelines import config, jsonl, texts
@@ -234,6 +236,11 @@ def test_the_parts_of_a_run_add_up() -> None:
         seconds=3.0,
         by_step=(*before.by_step, *behind.by_step),
     )
+    shorter = joined([dataclasses.replace(before, seq_length=1_024), behind], ["a", "b"])
+    assert shorter.seq_lengths == (1_024, 2_048)
+    assert "rows    1,250 of 1,024 or 2,048 slots, 74.982% filled; 2 left" in str(shorter)
+    page = cells(page_of("plan", plan_sections(shorter)))
+    assert ["slots of a row", "1,024 or 2,048"] in page
     other = dataclasses.replace(before, datasets=(last,))
     assert [one.name for one in joined([other, behind], ["a", "b"]).datasets] == ["long", "s"]
     by_rows = joined([before, dataclasses.replace(behind, unit="rows")], ["a", "b"])
@@ -656,9 +663,73 @@ def test_a_length_that_no_document_reaches_is_told(
     notes = " ".join(report.notes)
     assert ("docs: no document is longer than max_length (100000), so it has no" in notes) is told
     # a conversation whose last turn alone is longer is none of the documents
-    left_out = dataclasses.replace(report.datasets[1], rejected={"too_long": 1})
     docs = pipeline.get_data()["mixed"].mixture.parts["docs"]
-    assert plan_report._length_beyond(docs, left_out) is None
+    counts = cached_of(docs).materialize().manifest.counts
+    assert length_beyond(docs, dataclasses.replace(counts, rejects={"too_long": 1})) is None
+
+
+LONG = "the fox and the dog " * 20
+CUT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "max_length": (
+        {"text": LONG},
+        {"tokenizer_kwargs": {"max_length": 40}},
+        "max_length of the tokenizer cut off",
+    ),
+    "policy": (
+        {"text": LONG},
+        {"tokenizer_kwargs": {"max_length": 40}, "length": {"policy": "keep_end"}},
+        "length.policy keep_end left out",
+    ),
+    "split_turns": (
+        {
+            "messages": [
+                *talk("fox", "Four"),
+                *({**one, "train": False} for one in talk(LONG, "No")),
+            ]
+        },
+        {"content_field": "messages", "chat_template": MARKED},
+        "cuts of long conversations between turns, where pieces have no target, left out",
+    ),
+    "budgets": (
+        {"question": LONG, "answer": "Four"},
+        {
+            "prompt": {
+                "format_type": "custom",
+                "template": "{question}={answer}",
+                "input_columns": ["question"],
+                "label_column": "answer",
+            },
+            "length": {"budgets": {"question": 9}},
+        },
+        "length.budgets left out",
+    ),
+    "two": (
+        {"question": LONG, "answer": LONG},
+        {
+            "tokenizer_kwargs": {"max_length": 40},
+            "prompt": {
+                "format_type": "custom",
+                "template": "{question}={answer}",
+                "input_columns": ["question"],
+                "label_column": "answer",
+            },
+            "length": {"policy": "keep_start", "budgets": {"question": 9}},
+        },
+        "length.budgets or length.policy keep_start left out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_what_left_tokens_out_is_named(case: str, tmp_path: Path) -> None:
+    """By max_length alone if there is one, and no policy."""
+    row, options, told = CUT[case]
+    dataset = {"name": "d", "data_files": [row] * 3, "tokenizer": chat_tokenizer()} | options
+    values = {"datasets": [dataset], "pack": {"seq_length": 64}, "cache_dir": str(tmp_path)}
+    report = chain(Pipeline.from_config(values | {"seed": 1}), "source", "tokenize", "pack").plan()
+    [found] = report.datasets
+    assert found.tokens_cut > 0
+    assert f"d: {told} {found.tokens_cut:,} tokens when it was prepared" in report.notes
 
 
 def test_preparing_is_said_and_can_be_refused(tmp_path: Path) -> None:

@@ -365,7 +365,7 @@ def test_progress_without_a_terminal(
             "reward of desirable answers 0.250",
         ),
         ({"ppl": 2.0}, "ppl 2.0"),
-        ({"loss": 2500.0, "ppl": None}, "ppl too large for a number"),  # ipo with a small beta
+        ({"loss": 2500.0, "ppl": None}, "no ppl"),  # too large for a number, or not known
     ],
 )
 def test_evaluations_are_told(seen: dict[str, float | None], told: str) -> None:

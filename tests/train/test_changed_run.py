@@ -189,6 +189,24 @@ def test_the_plan_counts_what_each_part_read(run: Path, capsys: Any) -> None:
     assert told(capsys, ["plan", *given(1, run), "--json", "--steps", "8"])["rows"] == 6 * 4 + 2 * 8
 
 
+def test_rows_that_changed_their_length_are_told_with_both(copied: Path, capsys: Any) -> None:
+    shorter = ["data.pack.seq_length=24", "train.steps=14"]
+    shorter += ["train.resume_changes=[train.steps, loader.plan]"]
+    assert command(["train", *given(2, copied, *shorter), "--samples", "0"]) == 0
+    capsys.readouterr()
+    assert command(["plan", *given(2, copied, *shorter)]) == 0
+    said = capsys.readouterr().out
+    assert "rows    88 of 32 or 24 slots, " in said
+    planned = told(capsys, ["plan", *given(2, copied, *shorter), "--json"])
+    assert planned["slots"] == 72 * 32 + 16 * 24
+    assert (
+        told(capsys, ["plan", *given(2, copied, *shorter), "--json", "--steps", "12"])[
+            "seq_lengths"
+        ]
+        == []
+    )
+
+
 def test_a_joined_plan_names_the_steps_of_a_note_once() -> None:
     def part(notes: tuple[str, ...], size: int) -> PlanReport:
         return PlanReport(

@@ -32,6 +32,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.run import train
 from easypipe.train import save_pretrained
+from easypipe.train.callbacks.config import BestConfig, CallbacksConfig
 from easypipe.train.config import (
     WITHOUT_REFERENCE,
     CheckpointConfig,
@@ -395,6 +396,12 @@ def test_training_tells_the_answers_apart_and_goes_on_from_its_reference(tmp_pat
     assert whole[-1]["loss"] < 0.5 < whole[-1]["reward_accuracy"]
     assert whole[-1]["eval"]["same"]["reward_margin"] > 0
     assert whole[-1].keys() - RECORDED - {"nll"} == {*preference.tells}
+    # a loss of pairs has no perplexity
+    assert {line["ppl"] for line in [*whole, whole[-1]["eval"]["same"]]} == {None}
+    assert all(line["nll"] == line["loss"] for line in whole)
+    best = CallbacksConfig(best=BestConfig(metric="eval.same.ppl"))
+    with pytest.raises(ConfigError, match=r"no held-out metric named 'eval\.same\.ppl'"):
+        losses(tmp_path / "best", preference=preference, eval_batches=1, callbacks=best)
     # Killed after step 3 and run again: the reference is the model before step 1, not the one that
     # it goes on with.
     checkpoint = {

@@ -147,11 +147,12 @@ QUALITY = (
 )
 
 
-def quality(seen: Json, unknown: str = "ppl too large for a number") -> str:
+def quality(seen: Json, unknown: str = "no ppl") -> str:
     """Returns the quality that is shown with a loss, as text.
 
     It is the accuracy of a classifier, the share of pairs whose preferred answer won, the mean
-    reward of answers without pairs, or the perplexity of tokens; `unknown` if it is not finite.
+    reward of answers without pairs, or the perplexity of tokens; `unknown` if there is none
+    that is a finite number.
     """
     known = (words.format(seen[key]) for key, words in QUALITY if seen.get(key) is not None)
     return next(known, unknown)

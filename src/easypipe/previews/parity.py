@@ -1,15 +1,17 @@
 """`parity`: the first rows of a config, tokenized and masked here and by transformers.
 
-Rows are compared before cutting, mixing and packing, which transformers does not do.
+Rows are compared before cutting, mixing and packing, which transformers does not do. It is given
+the rows of JSON files and of memory as they are there, so that a fault of reading is a difference.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,15 +24,18 @@ from easypipe.core.schema import row_numbers
 from easypipe.core.values import Json, JsonObject
 from easypipe.interop.hf_tokens import NamedTokenizer, applied, first_difference, needed
 from easypipe.pipeline import Pipeline
+from easypipe.previews.given import given_rows
 from easypipe.previews.samples import looked_at
 from easypipe.stages.config import PipelineConfig
+from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.encoders import PromptRows
 from easypipe.transforms.chat.columns import plain_of
 from easypipe.transforms.chat.render import ChatTemplate
 from easypipe.transforms.chat.spans import FLAG, OPEN, RANGES, WEIGHT, Rendered, flag_of
-from easypipe.transforms.chat.turns import by_turns
+from easypipe.transforms.chat.turns import Asked, Request, by_turns
+from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.prompt.formats import ChatFormat
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.masked import encode_masked
@@ -89,19 +94,19 @@ def parity(config: PipelineConfig, rows: int) -> Iterator[Parity]:
         for dataset in config.named().datasets:
             name = str(dataset.name)
             if name in tokenized:
-                yield _compared(name, tokenized[name])
+                yield _compared(dataset, tokenized[name])
             else:
                 notes = ("its rows are tokens already",)
                 yield Parity(dataset=name, rows=0, masks=0, differences=(), notes=notes)
 
 
-def _compared(name: str, source: TokenizedShardedSource) -> Parity:
+def _compared(dataset: DatasetConfig, source: TokenizedShardedSource) -> Parity:
     """Compares the first rows of one dataset."""
     tokenizer, form = source.tokenizer.with_length(None), source.form
     named = _named(tokenizer)
     notes: list[str] = []
     raw = not (isinstance(form, PromptRows) and isinstance(form.engine.format, ChatFormat))
-    pairs = [*(_texts if raw else _conversations)(source, named, notes)]
+    pairs = [*(_texts if raw else _conversations)(dataset, source, named, notes)]
     texts = pa.array([pair.own.text for pair in pairs], pa.large_string())
     spans, ends = [pair.own.spans for pair in pairs], [pair.own.end for pair in pairs]
     made = encode_masked(tokenizer, texts, spans, ends, raw=raw, whole=True)
@@ -120,7 +125,7 @@ def _compared(name: str, source: TokenizedShardedSource) -> Parity:
     if ended:
         notes.append(f"EOS follows {ended} texts here, and none with transformers")
     return Parity(
-        dataset=name,
+        dataset=str(dataset.name),
         rows=len(pairs),
         masks=sum(pair.mask is not None for pair in pairs),
         differences=tuple(differences),
@@ -171,17 +176,22 @@ def _note(reject: Reject, wrong: str) -> str:
 
 
 def _texts(
-    source: TokenizedShardedSource, named: NamedTokenizer, notes: list[str]
+    dataset: DatasetConfig,
+    source: TokenizedShardedSource,
+    named: NamedTokenizer,
+    notes: list[str],
 ) -> Iterator[_Pair]:
     """Yields the texts of a column, or of a template of columns."""
     own, eos = source.tokenizer, source.tokenizer.eos_token_id
+    written = _written(dataset, source)
     for shard, one in enumerate(source.source.shards):
         texts = source.form.read(source.source, shard, 0, one.num_rows or 0)
         notes += [_note(reject, "are not text") for reject in texts.rejects]
         for i, (row, text) in enumerate(
             zip(texts.rows.tolist(), texts.texts.to_pylist(), strict=True)
         ):
-            found = named(text, add_special_tokens=own.config.add_special_tokens)["input_ids"]
+            said = written(shard, row) or text
+            found = named(said, add_special_tokens=own.config.add_special_tokens)["input_ids"]
             end = OPEN if texts.ends is None else int(texts.ends[i])
             if end != OPEN and found[-1:] != [eos]:
                 found = [*found, *([] if eos is None else [eos])]
@@ -189,8 +199,31 @@ def _texts(
             yield _Pair(place(one.name, row=row), Rendered(text, spans, end), found, None)
 
 
+def _written(
+    dataset: DatasetConfig, source: TokenizedShardedSource
+) -> Callable[[int, int], str | None]:
+    """Returns what writes a row of a template of columns from its values as they are given.
+
+    It returns None for a row that is not known, and for columns of text, which are read unchanged.
+    """
+    form = source.form
+    if not isinstance(form, PromptRows) or form.engine.format.kind != "prompt" or form.pairs:
+        return lambda shard, row: None
+    format, given = form.engine.format, given_rows(dataset, source.source, form.columns)
+
+    def written(shard: int, row: int) -> str | None:
+        values = None if given is None else given(shard, row)
+        one = None if values is None else format.render([values])[0]
+        return one.text if isinstance(one, Rendered) else None
+
+    return written
+
+
 def _conversations(
-    source: TokenizedShardedSource, named: NamedTokenizer, notes: list[str]
+    dataset: DatasetConfig,
+    source: TokenizedShardedSource,
+    named: NamedTokenizer,
+    notes: list[str],
 ) -> Iterator[_Pair]:
     """Yields conversations, as a chat template renders them here and in transformers."""
     form = source.form
@@ -198,27 +231,72 @@ def _conversations(
     engine, format = form.engine, form.engine.format
     assert isinstance(format, ChatFormat)
     template, config = format.template, engine.config
+    given = given_rows(dataset, source.source, form.columns)
+    if given is None:
+        notes.append("transformers was given these rows as easypipe reads them")
     for shard, one in enumerate(source.source.shards):
         batch, rejects = scan(source.source, shard, 0, one.num_rows or 0)
         notes += [_note(reject, "cannot be read") for reject in rejects]
         columns = [plain_of(batch.column(name), objects=True) for name in form.columns]
         rows = [dict(zip(form.columns, row, strict=True)) for row in zip(*columns, strict=True)]
         numbers = row_numbers(batch, 0).tolist()
+        raw = [None if given is None else _as_json(given(shard, number)) for number in numbers]
+        there = [row if own is None else own for row, own in zip(rows, raw, strict=True)]
         if config.rejected_column is not None:
-            other, rejected = str(config.answer), config.rejected_column
-            rows = [one for row in rows for one in (row, {**row, other: row[rejected]})]
+            rows, there = _both_answers(rows, config), _both_answers(there, config)
             numbers = [number for number in numbers for _ in (0, 1)]
-        asked = [format.request(row) for row in rows]
-        samples = by_turns(template, asked) if config.reasoning == "per_turn" else None
-        every = samples or [[pair] for pair in zip(asked, template.render(asked), strict=True)]
-        for row, (request, answer) in (
-            (row, pair) for row, some in zip(numbers, every, strict=True) for pair in some
-        ):
-            at = place(one.name, row=row)
+        asked, theirs = ([format.request(row) for row in some] for some in (rows, there))
+        for i, request, answer in _samples(template, asked, theirs, config):
+            at = place(one.name, row=numbers[i])
             if isinstance(answer, Refused):
                 notes.append(f"{at}: refused here: {answer.detail}")
             elif isinstance(request, dict):
                 yield _theirs(at, template, request, answer, named, given=config.template)
+            else:
+                yield _Pair(at, answer, None, None)
+
+
+def _as_json(row: Json | None) -> Json | None:
+    """Returns a row whose objects and lists are JSON text, which keeps their nulls."""
+    try:
+        return row and {
+            name: json.dumps(value) if isinstance(value, dict | list | tuple) else value
+            for name, value in row.items()
+        }
+    except (TypeError, ValueError, RecursionError):  # a value that JSON knows not
+        return None
+
+
+def _both_answers(rows: Sequence[Json], config: PromptConfig) -> list[Json]:
+    """Returns each row with its answer, and with its rejected answer in its place."""
+    other, rejected = str(config.answer), str(config.rejected_column)
+    return [one for row in rows for one in (row, {**row, other: row[rejected]})]
+
+
+def _samples(
+    template: ChatTemplate,
+    asked: Sequence[Request | Refused],
+    theirs: Sequence[Request | Refused],
+    config: PromptConfig,
+) -> Iterator[tuple[int, Asked | Refused, Rendered | Refused]]:
+    """Yields the number of a row, the request to transformers, and the text here, of each sample.
+
+    Args:
+        template: The template.
+        asked: The requests of the rows as easypipe reads them.
+        theirs: The requests of the rows as they are given.
+        config: The config of the format.
+    """
+    if config.reasoning != "per_turn":
+        every = zip(theirs, template.render(asked), strict=True)
+        yield from ((i, request, answer) for i, (request, answer) in enumerate(every))
+        return
+    both = zip(by_turns(template, asked), by_turns(template, theirs), strict=True)
+    for i, (some, others) in enumerate(both):
+        other = Refused("other_turns", "the row as it is given has other turns to train")
+        requests = [one for one, _ in others] if len(some) == len(others) else [other] * len(some)
+        for (_, answer), request in zip(some, requests, strict=True):
+            yield i, request, answer
 
 
 def _theirs(
@@ -230,7 +308,12 @@ def _theirs(
     *,
     given: str | Path | None,
 ) -> _Pair:
-    """Returns the tokens and mask that transformers makes from the messages of a row."""
+    """Returns the tokens and mask that transformers makes from the messages of a row.
+
+    Args:
+        request: The request, from the row as it is given.
+        answer: The text, from the row as easypipe reads it.
+    """
     messages: list[Json] = request["messages"]
     plain = [{k: v for k, v in one.items() if k not in (FLAG, RANGES, WEIGHT)} for one in messages]
     asks = (template.train_on, template.train_on_eos, template.roles_to_train, template.reasoning)

@@ -221,10 +221,10 @@ class Engine:
         """Sets the callbacks, after checking that the metrics they watch will exist."""
         config, told = self.config, self.told
         self.known = Known(
-            {one.name: (*NLL, *told(one.sources)) for one in self.evals},
+            {one.name: told(one.sources) for one in self.evals},
             config.eval_every,
             self.steps,
-            (*NLL, *told(self.sources)),
+            told(self.sources),
             self.own_loss is None,
             tokenizer=self.tokenizer,
             seen=lambda: self.seen,
@@ -350,16 +350,16 @@ class Engine:
         return noise_columns(alpha, self.config.seed)
 
     def _told(self, model: nnx.Module, sources: Sequence[str]) -> Sequence[str]:
-        """Returns the names of what the loss reports besides NLL.
+        """Returns the names of what the loss reports.
 
         A loss from Python is not known here: see `check_metrics`.
         """
         if self.config.preference is not None:
-            return self.config.preference.tells
+            return "nll", *self.config.preference.tells
         if isinstance(model, Classifier):
-            return ("accuracy",)
+            return *NLL, "accuracy"
         taught = () if self.config.distill is None else ("kl",)
-        return *taught, *Measures(self.config.measure).told(sources)
+        return *NLL, *taught, *Measures(self.config.measure).told(sources)
 
     def check_metrics(self, state: states.TrainState, batch: Batch) -> None:
         """Checks the metrics that callbacks watch against those that a loss from Python reports.
@@ -507,7 +507,7 @@ class Engine:
         Returns:
             For each loader, by name: loss and nll (nats per token, over all targets of all batches,
             including the short last one), ppl, what the loss reports besides, and num_targets. nll
-            and ppl are None if the loss reports no nll.
+            and ppl are None if the loss reports no nll; ppl also if the loss compares answers.
 
         Raises:
             TrainError: A loader has no target, or its loss is not finite.
@@ -566,7 +566,8 @@ class Engine:
             for key, value in named(quotients, held_out.sources)
         }
         known = nll if math.isfinite(nll) else None
-        record = {"loss": loss, "nll": known, "ppl": perplexity(nll)}
+        ppl = None if self.config.preference is not None else perplexity(nll)
+        record = {"loss": loss, "nll": known, "ppl": ppl}
         return record | more | {"num_targets": num_targets}
 
     def meter(self) -> Meter:
@@ -574,8 +575,9 @@ class Engine:
         config, devices = self.origin.config, self.mesh.devices.flat
         peak = peak_flops(devices[0])
         local = [one for one in devices if one.process_index == jax.process_index()]
+        answers = self.config.preference is not None
         if config is None:
-            return Meter(None, None, local, self.sources)
+            return Meter(None, None, local, self.sources, of_answers=answers)
         params = self.layout.params.items()
         adapted = sum(leaf.size for name, leaf in params if not name.startswith("added."))
         more = adapter_flops(config, adapted) if self.layout.frozen else 0
@@ -587,7 +589,7 @@ class Engine:
             return exact + more * tokens, float(palm + more * slots)
 
         peak = None if peak is None else peak * self.mesh.size
-        return Meter(flops, peak, local, self.sources)
+        return Meter(flops, peak, local, self.sources, of_answers=answers)
 
 
 def _sources(name: str, held_out: BatchLoader) -> tuple[str, ...]:

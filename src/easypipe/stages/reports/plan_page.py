@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from easypipe.core.pages import Section
 from easypipe.core.values import JsonValue
-from easypipe.stages.reports.plan_report import DatasetPlan, PlanReport, megabytes
+from easypipe.stages.reports.plan_report import DatasetPlan, PlanReport, megabytes, row_lengths
 
 
 def plan_sections(plan: PlanReport) -> Sequence[Section]:
@@ -30,7 +30,7 @@ def _run(plan: PlanReport) -> list[tuple[str, JsonValue]]:
         ("rows of a step", sizes if len(plan.sizes) > 1 else plan.batch_size),
         ("rows", plan.rows),
         ("rows left over at the end", plan.rows_left_over),
-        ("slots of a row", plan.seq_length or "as many as its document has"),
+        ("slots of a row", row_lengths(plan) if plan.seq_length else "as many as its document has"),
         ("slots filled", f"{plan.fill:.3%}"),
         ("tokens", plan.slots - plan.padding),
         ("slots of padding", plan.padding),

@@ -25,6 +25,7 @@ from easypipe.plan.plan_stats import PlanStats
 from easypipe.plan.windows import Plan
 from easypipe.stages.load.stage import LoadStage, as_planned
 from easypipe.stages.mix.mixture import Mixture, planned_of
+from easypipe.stages.reports.cuts import cut_by, length_beyond
 from easypipe.stages.reports.shares import (
     StepShares,
     asked_between,
@@ -38,10 +39,7 @@ from easypipe.stages.tokenize.documents import (
     cached_of,
     require_tokens,
     token_info,
-    tokenized_of,
 )
-from easypipe.transforms.refused import TOO_LONG
-from easypipe.transforms.tokenizer.config import length_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,8 @@ class DatasetPlan:
         documents_dropped, tokens_dropped: Documents longer than a row that are left out.
         documents_empty: Documents without a token.
         rejected: Source rows that did not become a document, by reason.
-        tokens_cut: How many tokens the tokenizer's max_length cuts from the whole dataset.
+        tokens_cut: Tokens of the whole dataset that were left out when it was tokenized: by
+            max_length, `length` or cuts between turns.
         cache_bytes: The size of its token cache on this disk.
     """
 
@@ -99,6 +98,7 @@ class PlanReport:
         steps_available: Batches of the data; None if it never ends.
         sizes: The sizes of the batches in order, as (steps, rows of each).
         rows_left_over: Rows at the end of the data that do not fill a batch.
+        seq_lengths: The slots of rows in each part of a run that changed them; else ().
         slots: Tokens and padding; `fill` is the share that holds tokens.
         saved_bytes: Bytes that save() would write before compression, for one epoch; None without
             save().
@@ -116,6 +116,7 @@ class PlanReport:
     rows: int
     rows_left_over: int
     seq_length: int | None = None
+    seq_lengths: tuple[int, ...] = ()
     slots: int = 0
     padding: int = 0
     fill: float = 1.0
@@ -150,7 +151,7 @@ class PlanReport:
             ends = f"the data gives {self.steps_available:,}"
         slots = "documents as rows"
         if self.seq_length is not None:
-            slots = f"of {self.seq_length:,} slots, {self.fill:.3%} filled"
+            slots = f"of {row_lengths(self)} slots, {self.fill:.3%} filled"
         sizes = f" of {self.batch_size:,} rows"
         if len(self.sizes) > 1:
             sizes = ": " + ", ".join(f"{steps:,} of {rows:,} rows" for steps, rows in self.sizes)
@@ -164,6 +165,11 @@ class PlanReport:
             f"disk    {megabytes(self.cache_bytes)} of token cache{saved}",
         ]
         return "\n".join(text + [f"note    {note}" for note in self.notes])
+
+
+def row_lengths(plan: PlanReport) -> str:
+    """Returns the slots of a row as text; in a run that changed them, those of each part."""
+    return " or ".join(f"{length:,}" for length in plan.seq_lengths or (plan.seq_length or 0,))
 
 
 class Asked(NamedTuple):
@@ -481,7 +487,8 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
     cap = dict(zip(mixture.parts, plan.spec.caps, strict=True))[d.name]
     gone = d.documents_dropped and not d.tokens_placed
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
-    beyond = _length_beyond(mixture.parts[d.name], d)
+    cuts = dict(zip(mixture.parts, mixture.prepare(), strict=True))[d.name].manifest.counts
+    beyond = length_beyond(mixture.parts[d.name], cuts)
     each = ", more than once a step: fewer or shorter rows are faster" if d.epochs > steps else ""
     again = ", counted in each pass" if d.epochs > 1 else ""
     notes = (
@@ -514,8 +521,7 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
         ),
         (
             d.tokens_cut,
-            f"{d.name}: max_length of the tokenizer cut off {d.tokens_cut:,} tokens "
-            "when it was prepared",
+            f"{d.name}: {cut_by(cuts)} {d.tokens_cut:,} tokens when it was prepared",
         ),
         (
             beyond is not None,
@@ -527,16 +533,6 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
         ),
     )
     return [note for holds, note in notes if holds]
-
-
-def _length_beyond(source: ShardedSource, d: DatasetPlan) -> int | None:
-    """Returns the max_length of a dataset if none of its documents is longer; else None."""
-    tokenized = tokenized_of(source)
-    if tokenized is None or d.tokens_cut or TOO_LONG in d.rejected:
-        return None
-    # documents longer than max_length, by what was done with them
-    cut = tokenized.materialize().manifest.counts.lengths
-    return None if cut else length_limit(tokenized.tokenizer.config)
 
 
 def _mixture_notes(mixture: Mixture, stats: PlanStats, *, whole: bool) -> list[str]:
@@ -602,6 +598,7 @@ def joined(
         for note, of in said.items()
     ]
     before = sum(report.steps for report in reports[:-1])
+    lengths = tuple(dict.fromkeys(r.seq_length for r in reports if r.rows and r.seq_length))
     sizes = itertools.groupby((one for r in reports for one in r.sizes), lambda one: one[1])
     slots, padding = (
         sum(each) for each in zip(*((r.slots, r.padding) for r in reports), strict=True)
@@ -613,6 +610,7 @@ def joined(
         steps_available=None if last.steps_available is None else before + last.steps_available,
         sizes=tuple((sum(steps for steps, _ in same), size) for size, same in sizes),
         rows=sum(report.rows for report in reports),
+        seq_lengths=lengths if len(lengths) > 1 else (),
         slots=slots,
         padding=padding,
         fill=1 - padding / slots if slots else 1.0,

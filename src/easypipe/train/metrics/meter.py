@@ -31,6 +31,7 @@ class Meter:
         peak: FLOP/s of all devices of the run; None if that is not known.
         devices: The devices of this process, whose memory is reported if they report it.
         sources: The datasets for measures by dataset.
+        of_answers: Whether the loss compares answers, so that exp(nll) is no perplexity.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Meter:
         peak: float | None,
         devices: Sequence[Any] = (),
         sources: Sequence[str] = (),
+        *,
+        of_answers: bool = False,
     ) -> None:
-        self._sources = sources
+        self._sources, self._of_answers = sources, of_answers
         self._flops, self._peak, self._devices = flops, peak, devices
         self._pending: Batch | None = None
         # Tokens, FLOPs, PaLM FLOPs and seconds waited, since the run began.
@@ -73,9 +76,10 @@ class Meter:
         """Waits for the metrics of `step`, and returns its record.
 
         Returns:
-            loss, ppl, nll and the norms are None if they are not finite. skipped is the number of
-            batches so far that did not change the parameters. fill is the share of slots outside
-            padding, trained_share that of their tokens whose successor is predicted.
+            loss, ppl, nll and the norms are None if they are not finite; ppl also if the loss
+            compares answers. skipped is the number of batches so far that did not change the
+            parameters. fill is the share of slots outside padding, trained_share that of their
+            tokens whose successor is predicted.
 
         Raises:
             TrainError: The step has no targets.
@@ -95,7 +99,8 @@ class Meter:
                 "nothing to learn from",
                 fix="Check the rows' loss_mask and loss_weights.",
             )
-        record: Record = {"step": step, "loss": host["loss"], "ppl": perplexity(host["nll"])}
+        ppl = None if self._of_answers else perplexity(host["nll"])
+        record: Record = {"step": step, "loss": host["loss"], "ppl": ppl}
         record |= {name: host[name] for name in ("nll", "grad_norm", "param_norm")}
         more = {
             name.removeprefix(MORE): value for name, value in host.items() if name.startswith(MORE)
