@@ -71,7 +71,6 @@ CHATS = [
     chat("no messages", None, []),
     chat("messages are null", AT, None),
     chat("messages are a text", AT, "[]"),
-    chat("messages are JSON in a text", AT, json.dumps({"messages": json.dumps([USER, ANSWER])})),
     chat("messages are one object", AT, json.dumps({"messages": USER})),
     chat("messages are numbers", AT, [1, 2]),
     chat("messages are texts", AT, ["hi", "yes"]),
@@ -168,7 +167,7 @@ CHATS = [
     ),
     Case(
         "tools are an object",
-        "column 'tools': holds struct … not lists of objects … Rename it",
+        "chat.jsonl, row 0 … tools are an object, not a list of objects",
         files={"chat.jsonl": lines([GOOD | {"tools": CALL}] * 3)},
         options=options(data_files="chat.jsonl", content_field="messages", chat_template="chatml"),
     ),

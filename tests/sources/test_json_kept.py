@@ -180,6 +180,13 @@ def test_a_row_does_not_depend_on_the_others(tmp_path: Path, values: Any, given:
     assert texts_of(tmp_path, data) == written(rows)
 
 
+def test_messages_may_be_json_in_a_text_of_single_rows(tmp_path: Path) -> None:
+    rows = [talk({"a": 1}), talk({"b": 2})]
+    written_out = {"messages": json.dumps(rows[1]["messages"])}
+    path = jsonl(tmp_path / "a.jsonl", [rows[0], written_out])
+    assert texts_of(tmp_path, str(path)) == written(rows)
+
+
 @pytest.mark.parametrize("given", ["file", "rows", "columns"])
 def test_an_integer_beside_a_fraction_is_no_fraction(tmp_path: Path, given: str) -> None:
     rows = [{"q": "1+1", "a": 2}, {"q": "1/2", "a": 0.5}, {"q": "4/2", "a": 2.0}]

@@ -112,7 +112,7 @@ class ForwardSource(FileSource):
         observer = Observer(file.path, self.columns)
         piece = _split(head[:stop], len(BOM) if head.startswith(BOM) else 0)
         observer(piece.data, piece.starts, piece.ends)
-        kinds = schema_of(observer.facts(), self._exact)
+        kinds = schema_of(observer.facts(), self._exact, known=False)
         return (
             pa.schema(
                 [

@@ -21,7 +21,7 @@ import pyarrow.json as pj
 
 from easypipe.core.errors import SchemaError
 from easypipe.core.jit import jit
-from easypipe.core.schema import is_json, schema_of_text, schema_text
+from easypipe.core.schema import holds, is_json, schema_of_text, schema_text
 from easypipe.core.values import Int32, Int64, JsonObject, UInt8, UInt64
 from easypipe.sources.formats.scanners import (
     BLANK,
@@ -329,25 +329,28 @@ class Observer:
         return [(name, every, first) for name, (every, first) in found.items()]
 
 
-def schema_of(facts: JsonObject, exact: Sequence[str] = ()) -> pa.Schema:
+def schema_of(facts: JsonObject, exact: Sequence[str] = (), *, known: bool = True) -> pa.Schema:
     """Returns the schema that an Observer's facts describe.
 
     Args:
         facts: What `Observer.facts` returned.
-        exact: Columns whose lists, objects and mixed numbers are kept as JSON: an Arrow type has
-            one order of keys and one type of number for all rows, and no nulls of single rows.
+        exact: Columns whose objects and mixed numbers are kept as JSON: an Arrow type has one order
+            of keys and one type of number for all rows, and no nulls of single rows.
+        known: Whether the facts cover all rows. If not, lists of `exact` columns are JSON too,
+            because later rows may have objects in them.
     """
     nested = schema_of_text(facts["nested"])
     fields = []
     for name, every, first in facts["columns"]:
         if every & STRING and first not in (OBJECT, ARRAY):
             kind = pa.large_string()
-        elif name in exact and (first in (OBJECT, ARRAY) or (every & INT and every & FLOAT)):
-            kind = JSON
         elif first in (INT, FLOAT):
-            kind = pa.float64() if every & FLOAT else pa.int64()
+            mixed = every & INT and every & FLOAT and name in exact
+            kind = JSON if mixed else pa.float64() if every & FLOAT else pa.int64()
         elif first in (OBJECT, ARRAY):
             kind = nested.field(name).type if name in nested.names else pa.null()
+            if name in exact and (not known or holds(kind, pa.types.is_struct)):
+                kind = JSON
         else:
             kind = pa.bool_() if first == BOOL else pa.null()
         fields.append(pa.field(name, kind))

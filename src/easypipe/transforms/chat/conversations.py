@@ -236,7 +236,9 @@ def loaded(text: str | bytes) -> Json:
 
 
 def wrong_tools(tools: Json) -> Wrong | None:
-    """Returns (reason, detail) for tools that are not JSON."""
+    """Returns (reason, detail) for tools that are not JSON, or one object; else None."""
+    if isinstance(tools, dict):  # a template would write its keys
+        return "not_a_message", "tools are an object, not a list of objects"
     return ("not_json", f"tools: {tools}") if isinstance(tools, BadJson) else None
 
 
