@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from _common import (
 )
 from _plain_decoder import descend, make_step
 from easypipe.train import state as states
+from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainingConfig
 from easypipe.train.losses.loss import LossOutput, loss_sums
 from easypipe.train.model.decoder import ModelConfig
@@ -257,7 +259,7 @@ def saving(report: Report, folder: Path, every: int, saves: int) -> None:
         return state._replace(step=state.step + waited), told | {"updates": state.step + waited}
 
     slept, calls, dispatched, committed = jax.jit(sleep, donate_argnums=0), [], [], []
-    save = trainer.save
+    save = Checkpoints.save
 
     def timed_step(state: Any, batch: Any) -> Any:
         dispatched.append(time.perf_counter())
@@ -275,8 +277,9 @@ def saving(report: Report, folder: Path, every: int, saves: int) -> None:
 
         threading.Thread(target=watch, daemon=True).start()
 
-    trainer.train_step, trainer.save = timed_step, timed_save  # type: ignore[method-assign]
-    trainer.run()
+    trainer.train_step = timed_step
+    with mock.patch.object(Checkpoints, "save", timed_save):
+        trainer.run()
     size = sum(array.size * 4 for array in trainer.layout.params.values()) / 1e9
     steps = [(a, b - a) for a, b in itertools.pairwise(dispatched)]
     spans = [(call[0], end) for call, end in zip(calls, committed, strict=False)][:saves]
