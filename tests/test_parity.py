@@ -151,8 +151,10 @@ def reads_wrong(monkeypatch: pytest.MonkeyPatch, reader: type, column: str) -> N
     usual = getattr(reader, name)
 
     def wrong(batch: pa.RecordBatch) -> pa.RecordBatch:
-        values = [damaged(value) for value in batch.column(column).to_pylist()]
-        values = [json.dumps(one) if isinstance(one, list) else one for one in values]
+        values: list[Any] = []
+        for value in batch.column(column).to_pylist():
+            found = damaged(json.loads(value) if isinstance(value, str) else value)
+            values.append(json.dumps(found) if isinstance(found, list) else found)
         return batch.set_column(batch.schema.names.index(column), column, pa.array(values))
 
     def read(self: Any, *rows: int) -> Any:
