@@ -196,9 +196,14 @@ def test_an_integer_beside_a_fraction_is_no_fraction(tmp_path: Path, given: str)
     prompt = PromptConfig(
         format_type="custom", template="{q}={a}", input_columns=("q",), label_column="a"
     )
-    plain = {"chat_template": None, "content_field": "text", "train_on": None}
-    found = texts_of(tmp_path, data, prompt=prompt, **plain)
-    assert found == [f"{row['q']}={row['a']}<|endoftext|>" for row in rows]
+    plain = {"chat_template": None, "content_field": "text", "train_on": None, "prompt": prompt}
+    wanted = [f"{row['q']}={row['a']}<|endoftext|>" for row in rows]
+    assert texts_of(tmp_path, data, **plain) == wanted
+    if given == "file":  # beside a file of integers, and one of fractions
+        more = [{"q": "3", "a": 3}], [{"q": "7/2", "a": 3.5}]
+        files = [str(jsonl(tmp_path / f"{i}.jsonl", one)) for i, one in enumerate(more)]
+        assert texts_of(tmp_path, [data, files[0]], **plain)[:3] == wanted
+        assert texts_of(tmp_path, [files[0], data, files[1]], **plain) == ["3=3<|endoftext|>"]
 
 
 def test_a_null_of_a_file_of_the_hub_stays(

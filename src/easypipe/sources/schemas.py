@@ -87,8 +87,10 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
         return first
     if t.is_null(first):
         return second
+    # a file's mixed numbers may be JSON, beside another one's integers
+    held = (is_json, t.is_nested, t.is_large_string, t.is_integer, t.is_floating)
     if (is_json(first) or is_json(second)) and all(
-        is_json(k) or t.is_nested(k) or t.is_large_string(k) for k in (first, second)
+        any(test(kind) for test in held) for kind in (first, second)
     ):
         return JSON
     if t.is_struct(first) and t.is_struct(second):
