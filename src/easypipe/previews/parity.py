@@ -7,7 +7,6 @@ the rows of JSON files and of memory as they are there, so that a fault of readi
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import tempfile
@@ -240,8 +239,10 @@ def _conversations(
         columns = [plain_of(batch.column(name), objects=True) for name in form.columns]
         rows = [dict(zip(form.columns, row, strict=True)) for row in zip(*columns, strict=True)]
         numbers = row_numbers(batch, 0).tolist()
-        raw = [None if given is None else _as_json(given(shard, number)) for number in numbers]
-        there = [row if own is None else own for row, own in zip(rows, raw, strict=True)]
+        raw = [None if given is None else given(shard, number) for number in numbers]
+        there = [
+            row if own is None else format.as_json(own) for row, own in zip(rows, raw, strict=True)
+        ]
         if config.rejected_column is not None:
             rows, there = _both_answers(rows, config), _both_answers(there, config)
             numbers = [number for number in numbers for _ in (0, 1)]
@@ -254,17 +255,6 @@ def _conversations(
                 yield _theirs(at, template, request, answer, named, given=config.template)
             else:
                 yield _Pair(at, answer, None, None)
-
-
-def _as_json(row: Json | None) -> Json | None:
-    """Returns a row whose objects and lists are JSON text, which keeps their nulls."""
-    try:
-        return row and {
-            name: json.dumps(value) if isinstance(value, dict | list | tuple) else value
-            for name, value in row.items()
-        }
-    except (TypeError, ValueError, RecursionError):  # a value that JSON knows not
-        return None
 
 
 def _both_answers(rows: Sequence[Json], config: PromptConfig) -> list[Json]:
