@@ -78,7 +78,7 @@ def clear(
         typer.Option(
             "--older-than",
             metavar="DAYS",
-            help="Only datasets that were prepared more than this many days ago.",
+            help="Only datasets that were prepared at least this many days ago.",
         ),
     ] = None,
     dataset: Annotated[

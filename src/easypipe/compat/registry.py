@@ -172,8 +172,8 @@ class CollatorRegistry:
 
     `CollatorRegistry.get_instance()` is the registry of this process; `CollatorRegistry()` makes a
     new one. A task gets the collator that is registered for its modality and task type; else the
-    one with the modality's name; else the only one of the modality; else "default", with a warning.
-    If several fit, an error names them.
+    one with the modality's name; else the only one that was registered for the modality without a
+    task type; else "default", with a warning. If several fit, an error names them.
     """
 
     def __init__(self) -> None:
