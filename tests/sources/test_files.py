@@ -59,6 +59,24 @@ def test_paths_globs_folders_lists(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert names(folder, resolve("~/part-2.jsonl")) == ["part-2.jsonl"]
 
 
+def test_data_that_a_folder_packs_otherwise_is_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    resolve(folder)
+    assert not caplog.messages  # notes.md is no data
+    for name in ("rows-10.jsonl.xz", "rows-9.jsonl.xz", "deep/t.parquet.gz", ".x.csv.zip"):
+        (folder / name).touch()
+    assert len(resolve(folder)) == 4
+    assert (
+        f"{folder}: left out 3 files that are packed in a way that is not read, such as {folder}"
+        in (caplog.text)
+    )
+    assert "Unpack them to read them too." in caplog.text
+    caplog.clear()
+    resolve(folder, extensions=["csv", "txt"])
+    assert not caplog.messages
+
+
 def test_links_are_not_read_again_and_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -206,6 +206,62 @@ def test_an_integer_beside_a_fraction_is_no_fraction(tmp_path: Path, given: str)
         assert texts_of(tmp_path, [files[0], data, files[1]], **plain) == ["3=3<|endoftext|>"]
 
 
+VALUES = [
+    [[1, 2], [0.5]],
+    [[[3]], [[1.5, 2]]],
+    [[9007199254740993, 1.5]],
+    [[2**64 - 1], [2**63 + 1]],
+    [2**63 + 1, 2**63 + 3],
+    [{"a": None, "b": [{"c": None}]}, {"b": []}, {"a": 2}],
+]
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("given", ["file", "rows"])
+def test_a_prompt_writes_a_value_as_it_was_given(tmp_path: Path, values: Any, given: str) -> None:
+    rows = [{"q": value} for value in values]
+    data = rows if given == "rows" else str(jsonl(tmp_path / "a.jsonl", rows))
+    plain = {"chat_template": None, "content_field": "text", "train_on": None}
+    prompt = PromptConfig(format_type="custom", template="{q}", input_columns=("q",))
+    written_out = [f"{json.dumps(value)}<|endoftext|>" for value in values]
+    assert texts_of(tmp_path, data, prompt=prompt, **plain) == written_out
+    jinja = PromptConfig(format_type="custom", template="{{ q | tojson }}", input_columns=("q",))
+    assert texts_of(tmp_path, data, prompt=jinja, **plain) == written_out
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([2**53 + 1, 0.5], JSON),
+        ([2**53 + 2, 0.5], pa.float64()),
+        ([2**53 + 1, 1], pa.int64()),
+        ([2**63 + 1], JSON),
+        ([-(2**63) - 1], JSON),
+        ([1e300, 0.5], pa.float64()),
+        ([[2**63 + 1], [1]], JSON),
+        ([{"id": 10**20}, {"id": None}], JSON),
+        ([[9_999_999_999_999_999, 1]], pa.large_list(pa.int64())),
+    ],
+)
+def test_numbers_that_no_type_holds_are_json(tmp_path: Path, values: Any, kind: Any) -> None:
+    """Also where no template reads them: an id that was rounded is another id."""
+    source = JsonShardedSource(jsonl(tmp_path / "a.jsonl", [{"x": value} for value in values]))
+    assert source.schema.field("x").type == kind
+    assert_stateless_reads(source, [1])
+    found = source.read(0, 0, len(values)).column("x").to_pylist()
+    assert [json.loads(one) for one in found] == values if kind == JSON else found == values
+
+
+def test_bytes_in_an_object_are_no_text(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"q": [{"a": b"x", "b": 1}, {"a": None, "b": 2}]}), tmp_path / "a.parquet"
+    )
+    prompt = PromptConfig(format_type="custom", template="{q}", input_columns=("q",))
+    plain = {"chat_template": None, "content_field": "text", "train_on": None, "prompt": prompt}
+    found = texts_of(tmp_path, str(tmp_path / "a.parquet"), on_error="skip", **plain)
+    assert found == ['{"b": 2}<|endoftext|>']
+
+
 def test_a_null_of_a_file_of_the_hub_stays(
     hub_mirror: WebServer,  # noqa: F811
     tmp_path: Path,

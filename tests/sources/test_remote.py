@@ -281,6 +281,19 @@ def test_a_file_that_changed(web: WebServer) -> None:
     assert open_files(f"{web.url}/data/c.jsonl").fingerprint != fingerprint
 
 
+def test_a_file_that_nothing_marks_is_said_to_be_known_by_its_size(
+    web: WebServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert open_files(f"{web.url}/data/c.jsonl").shards
+    assert not caplog.messages
+    web.extra["/data/c.jsonl"] = {"ETag": ""}
+    assert open_files(f"{web.url}/data/c.jsonl").shards
+    assert (
+        "the server sends neither ETag nor Last-Modified: a new file of the same size is not"
+        in (caplog.text)
+    )
+
+
 TAG = {"ETag": '"one"'}
 DAY = {"ETag": "", "Last-Modified": "Fri, 02 Jan 2026 03:04:05 GMT"}
 NOTHING = {"ETag": ""}

@@ -146,6 +146,12 @@ STRUCT = pa.struct([("a", pa.int32()), ("b", pa.struct([("c", pa.string())]))])
             [{"a": 1, "b": {"c": "x", "d": None}}, None, {"a": None, "b": {"c": None, "d": [1]}}],
         ),
         (
+            pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int8())),
+            pa.array([[("k", 2), ("l", None)]], pa.map_(pa.string(), pa.int64())),
+            pa.map_(pa.string(), pa.int64()),
+            [[("k", 1)], None, [("k", 2), ("l", None)]],
+        ),
+        (
             pa.array([[{"role": "user"}]]),
             pa.array([[{"role": "tool", "name": "f"}], []]),
             pa.large_list(pa.struct([("role", pa.large_string()), ("name", pa.large_string())])),
@@ -181,6 +187,11 @@ def test_reconciled(
         (pa.array([1], pa.uint64()), pa.array([1], pa.int8()), "is int8 here and uint64 in "),
         (pa.array([b"a"]), pa.array(["a"]), "is large_string here and large_binary in "),
         (pa.array([[1]]), pa.array([1]), "is int64 here and large_list"),
+        (
+            pa.array([[b"a"]]),
+            pa.array([["a"]]),
+            "is large_list<item: large_string> here and large_list",
+        ),
         (
             pa.array([DAY], pa.timestamp("s", "UTC")),
             pa.array([DAY], pa.timestamp("s")),

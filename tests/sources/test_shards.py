@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import struct
+import subprocess
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -316,6 +317,29 @@ def test_what_is_no_array_of_numbers_is_refused_by_name(tmp_path: Path) -> None:
         ).scan(0, 0, 2)
         assert scanned.batch.column("npy").to_pylist() == [[0, 1, 2]]
         assert [(reject.row, reject.reason) for reject in scanned.rejects] == [(1, "unparsable")]
+
+
+def test_members_without_bytes_of_their_own_are_refused(tmp_path: Path) -> None:
+    """The rows of links would be missing, and holes of a sparse file read as other members."""
+    (tmp_path / "0.txt").write_bytes(b"a")
+    (tmp_path / "1.txt").hardlink_to(tmp_path / "0.txt")
+    (tmp_path / "2.txt").symlink_to(tmp_path / "0.txt")
+    with (tmp_path / "3.txt").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"z")
+    for names, options, member in [
+        (["0.txt", "1.txt"], [], r"'1.txt' is a link, which has no bytes of its own"),
+        (["2.txt"], [], r"'2.txt' is a link"),
+        (["3.txt"], ["--sparse"], r"'3.txt' is a sparse file, whose holes are not stored"),
+        (["0.txt", "1.txt", "3.txt"], ["--hard-dereference"], None),
+    ]:
+        path = tmp_path / "x.tar"
+        subprocess.run(["tar", *options, "-cf", path, "-C", tmp_path, *names], check=True)
+        if member is None:
+            assert open_files(path).shards[0].num_rows == 3
+            continue
+        with pytest.raises(SourceError, match=member + ".*Pack it again: tar --dereference"):
+            open_files(path).shards  # noqa: B018
 
 
 def test_damaged_tars(tmp_path: Path) -> None:

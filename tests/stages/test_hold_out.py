@@ -29,6 +29,7 @@ from easypipe import (
 from easypipe.cache.config import CacheConfig
 from easypipe.cli.configs import data_of
 from easypipe.core.config import digest, from_dict
+from easypipe.core.schema import JSON
 from easypipe.jobs import (
     chains,
     complete,
@@ -41,6 +42,7 @@ from easypipe.run import _held_out, inputs_of
 from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.train.parallel.mesh import make_mesh
+from easypipe.transforms.columns.base import Rows
 from easypipe.transforms.columns.hold_out import HoldOut, HoldOutConfig
 from pipelines import jsonl, texts, tokenizer
 
@@ -75,6 +77,34 @@ def test_the_two_sides_are_disjoint_and_stable(tmp_path: Path) -> None:
     for wrong in (0, 1.0):
         with pytest.raises(ConfigError, match=r"hold_out\.fraction: .* is not a part of the rows"):
             read(tmp_path, {"fraction": wrong})
+
+
+def test_the_type_of_a_column_moves_no_row() -> None:
+    """It depends on the other rows and files: with a fraction among them, 1 is 1.0."""
+    json = pa.array([f"[{n}]" for n in range(50)]).cast(pa.large_string())
+    same = (
+        {
+            "integers": pa.array(range(2**60, 2**60 + 5000, 100)),
+            "floats": pa.array([float(n) for n in range(2**60, 2**60 + 5000, 100)]),
+        },
+        {
+            "lists": pa.array([[n] for n in range(50)]),
+            "of floats": pa.array([[float(n)] for n in range(50)]),
+            "JSON": pa.ExtensionArray.from_storage(JSON, json),
+        },
+        {
+            "maps": pa.array([[("k", n)] for n in range(50)], pa.map_(pa.string(), pa.int64())),
+            "objects": pa.array([{"k": n, "other": None} for n in range(50)]),
+        },
+    )
+    for columns in same:
+        sides = []
+        for column in columns.values():
+            batch = pa.record_batch({"x": column})
+            hold = HoldOut(HoldOutConfig(fraction=0.5), ["x"], batch.schema)
+            sides.append(hold.rows(Rows(batch, np.arange(50))).numbers.tolist())
+        assert 10 < len(sides[0]) < 40
+        assert all(side == sides[0] for side in sides), list(columns)
 
 
 @pytest.mark.parametrize("nulls", [True, False])

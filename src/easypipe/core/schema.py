@@ -210,6 +210,15 @@ def holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
     return test(kind) or any(holds(kind.field(i).type, test) for i in range(kind.num_fields))
 
 
+def changes_json(kind: pa.DataType) -> bool:
+    """Returns whether lists and objects of JSON may change in a column of this type.
+
+    Objects get the keys of all rows, in one order, and integers beside fractions become fractions.
+    """
+    t = pa.types
+    return t.is_nested(kind) and holds(kind, lambda one: t.is_struct(one) or t.is_floating(one))
+
+
 def plain_type(
     kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType] | None = None
 ) -> pa.DataType:

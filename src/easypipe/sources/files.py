@@ -497,6 +497,12 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
     except StorageError as error:
         raise SourceError(at=name, problem=error.problem, fix=error.fix) from None
     file = _sized(here, facts.num_bytes, facts.identity)
+    if facts.identity.startswith("size:"):
+        log.warning(
+            "%s: the server sends neither ETag nor Last-Modified: a new file of the same size is "
+            "not noticed, and its old tokens are used. `easypipe cache clear` removes them.",
+            name,
+        )
     if not facts.ranges and file.num_bytes > WHOLE_BYTES:
         problem = (
             "the server does not support range requests, so every read would transfer all "

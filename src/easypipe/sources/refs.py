@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import logging
 import os
 import re
 from collections.abc import Generator, Iterable
@@ -16,6 +17,8 @@ from easypipe.core.errors import EasypipeError, MissingFileError, SourceError, S
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import is_remote
 from easypipe.sources.partitions import partition_values
+
+log = logging.getLogger("easypipe")
 
 # The extensions of each format; for line formats, a compression's extension may follow.
 EXTENSIONS: dict[str, tuple[str, ...]] = {
@@ -142,7 +145,7 @@ def data_files_in(
     """Returns the data files of a folder, naturally sorted.
 
     Names that begin with "." or "_" are left out, because writers keep their own records under such
-    names.
+    names. A warning names files of data that are packed in a way that is not read.
 
     Args:
         folder: The folder.
@@ -153,11 +156,24 @@ def data_files_in(
     Raises:
         MissingFileError: There is no data file.
     """
-    kept = []
+    kept: list[str] = []
+    packed: list[str] = []
     for name in inside:
         parts = name[len(folder) :].strip("/").split("/")
-        if not any(part.startswith((".", "_")) for part in parts) and format_of(name) in kinds:
+        if any(part.startswith((".", "_")) for part in parts):
+            continue
+        if format_of(name) in kinds:
             kept.append(name)
+        elif format_of(name) is None and format_of(os.path.splitext(name)[0]) in kinds:
+            packed.append(name)
+    if packed:
+        log.warning(
+            "%s: left out %d files that are packed in a way that is not read, such as %s. Unpack "
+            "them to read them too.",
+            text,
+            len(packed),
+            min(packed, key=natural),
+        )
     if any(format_of(name) == "mds" for name in kept):  # the index of MDS is not data
         kept = [name for name in kept if not name.endswith("/index.json")]
     if not kept:

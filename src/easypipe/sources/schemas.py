@@ -88,7 +88,7 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
     if t.is_null(first):
         return second
     # a file's mixed numbers may be JSON, beside another one's integers
-    held = (is_json, t.is_nested, t.is_large_string, t.is_integer, t.is_floating)
+    held = (is_json, _fits_json, t.is_large_string, t.is_integer, t.is_floating)
     if (is_json(first) or is_json(second)) and all(
         any(test(kind) for test in held) for kind in (first, second)
     ):
@@ -100,6 +100,11 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
             for f in first.fields
         ]
         return pa.struct([*joined, *theirs.items()])
+    if t.is_map(first) and t.is_map(second):
+        return pa.map_(
+            merge_types(first.key_type, second.key_type),
+            merge_types(first.item_type, second.item_type),
+        )
     if is_list(first) and is_list(second):
         return pa.large_list(merge_types(first.value_type, second.value_type))
     if t.is_timestamp(first) and t.is_timestamp(second) and first.tz == second.tz:
@@ -120,6 +125,14 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
         if bits <= 64:
             return {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[bits]
     raise TypeConflict(f"{first} and {second}")
+
+
+def _fits_json(kind: pa.DataType) -> bool:
+    """Returns whether a nested type has only values that JSON can express: no bytes."""
+    t = pa.types
+    return t.is_nested(kind) and not holds(
+        kind, lambda one: t.is_binary(one) or t.is_large_binary(one) or t.is_fixed_size_binary(one)
+    )
 
 
 def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
@@ -145,11 +158,7 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
                     field.type if before is None else merge_types(before, field.type)
                 )
             except TypeConflict:
-                if (
-                    before is not None
-                    and pa.types.is_nested(before)
-                    and pa.types.is_nested(field.type)
-                ):
+                if before is not None and _fits_json(before) and _fits_json(field.type):
                     merged[field.name] = JSON
                     continue
                 raise SchemaError(
@@ -282,7 +291,7 @@ def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
         values = iter(_decoded(array.flatten(), keep))
         found = [list(itertools.islice(values, length)) for length in list_sizes(array).tolist()]
     else:
-        return array.to_pylist()
+        return array.to_pylist(maps_as_pydicts="lossy")
     valid = array.is_valid().to_pylist()
     return [one if there else None for one, there in zip(found, valid, strict=True)]
 

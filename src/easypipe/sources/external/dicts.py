@@ -17,7 +17,14 @@ import pyarrow as pa
 
 from easypipe.core.errors import SourceError, moved, place
 from easypipe.core.protocols import Reject, Scan
-from easypipe.core.schema import ROW_NUMBER, is_json, is_list, plain_type, typed_array
+from easypipe.core.schema import (
+    ROW_NUMBER,
+    changes_json,
+    is_json,
+    is_list,
+    plain_type,
+    typed_array,
+)
 from easypipe.core.values import Item, Row
 from easypipe.sources.schemas import (
     JSON,
@@ -77,8 +84,8 @@ def columns_of(rows: Iterable[Item], name: str, *, exact: Sequence[str] = ()) ->
     Args:
         rows: The rows; those that are not dicts are left out.
         name: The dataset, for errors.
-        exact: Columns whose lists and objects are JSON: later rows may hold nulls that an Arrow
-            type could not tell from missing keys.
+        exact: Columns whose lists and objects are JSON if an Arrow type could change them, as later
+            rows may hold nulls that it could not tell from missing keys.
 
     Raises:
         SourceError: There are no columns.
@@ -98,7 +105,7 @@ def columns_of(rows: Iterable[Item], name: str, *, exact: Sequence[str] = ()) ->
             for kind, _ in counts.most_common():
                 with contextlib.suppress(TypeConflict):
                     kinds[key] = _common(kinds[key], kind)
-    kinds |= {key: JSON for key in exact if key in kinds and holds_struct(kinds[key])}
+    kinds |= {key: JSON for key in exact if key in kinds and changes_json(kinds[key])}
     if not kinds:
         raise SourceError(
             at=name,
@@ -242,11 +249,19 @@ def misfit(at: str, problem: str, error: Exception) -> SourceError:
 def _kind(value: Any) -> pa.DataType:
     """Returns the type of one value; JSON for a list or an object with mixed types inside."""
     try:
-        return plain_type(pa.array([_plain(value)]).type)
+        return plain_type(inferred([_plain(value)]).type)
     except MISFITS:
         if outer_kind(value) is None:
             raise
         return as_json([value]).type
+
+
+def inferred(values: Any) -> pa.Array | pa.ChunkedArray:
+    """Returns values as an array of the type that pyarrow finds; uint64 if int64 is too small."""
+    try:
+        return pa.array(values, from_pandas=False)
+    except OverflowError:
+        return pa.array(values, pa.uint64())
 
 
 def _of_all(kinds: Iterable[pa.DataType]) -> pa.DataType:

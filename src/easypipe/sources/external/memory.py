@@ -15,13 +15,14 @@ import xxhash
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place, require_columns, require_rows
 from easypipe.core.protocols import Shard, Source
+from easypipe.core.schema import changes_json
 from easypipe.core.values import Row
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import (
     MISFITS,
     NO_COMMON_TYPE,
     as_json,
-    holds_struct,
+    inferred,
     misfit,
     outer_kind,
 )
@@ -60,7 +61,7 @@ class InMemoryShardedSource(Source):
         self._python = {
             key: values
             for key, kind in zip(table.column_names, table.schema.types, strict=True)
-            if (holds_struct(kind) or pa.types.is_floating(kind))
+            if (changes_json(kind) or pa.types.is_floating(kind))
             and (values := _python_values(data, key)) is not None
         }
         if columns is not None:
@@ -90,7 +91,7 @@ class InMemoryShardedSource(Source):
             values = self._python.get(key)
             if values is None or key not in self.schema.names:
                 continue
-            if holds_struct(self.schema.field(key).type):
+            if changes_json(self.schema.field(key).type):
                 texts = as_json(values)
             elif _mixes_numbers(values):
                 texts = json_array([None if one is None else json_text(one) for one in values])
@@ -176,7 +177,7 @@ def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:
             fix="Give a list. A file is named without a mapping: data_files: rows.jsonl.",
         )
     try:
-        return pa.array(values, from_pandas=False)
+        return inferred(values)
     except MISFITS as error:
         if len({outer_kind(value) for value in values if value is not None} - {None}) == 1:
             with contextlib.suppress(*MISFITS):

@@ -68,7 +68,7 @@ class JsonShardedSource(RecordSource):
         is_array = text[opening : opening + 1] == b"["
         name = "jsonarray" if is_array else "jsonlines"
         return Layout(
-            key=[name, self.columns],
+            key=[name, self.columns, "exact integers"],
             split=split_elements if is_array else split_lines,
             start=start + opening if is_array else start,
             schema=partial(schema_of, exact=self._exact),

@@ -1,10 +1,10 @@
 """Column types of JSON rows: one schema for a whole file, from a scan of its keys and values.
 
-Null gives way to any type. Numbers are int64, or float64 if one of them is not an integer or does
-not fit. A column of several kinds has the type of lists or objects if these came first. Otherwise
-it has that of strings if there are any, or that of the kind that came first. Rows of another kind
-are bad rows. If the contents of its lists or objects have no common type, the column is kept as
-JSON.
+Null gives way to any type. Numbers are int64, or float64 if one of them is not an integer. A column
+of several kinds has the type of lists or objects if these came first. Otherwise it has that of
+strings if there are any, or that of the kind that came first. Rows of another kind are bad rows. If
+no type holds all numbers of a column exactly, or the contents of its lists or objects have no
+common type, the column is kept as JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import pyarrow.json as pj
 
 from easypipe.core.errors import SchemaError
 from easypipe.core.jit import jit
-from easypipe.core.schema import holds, is_json, schema_of_text, schema_text
+from easypipe.core.schema import changes_json, holds, is_json, schema_of_text, schema_text
 from easypipe.core.values import Int32, Int64, JsonObject, UInt8, UInt64
 from easypipe.sources.formats.scanners import (
     BLANK,
@@ -42,12 +43,15 @@ from easypipe.sources.schemas import JSON, TypeConflict, merge_types, plain_type
 
 # kinds of JSON values, as bits
 NULL, BOOL, INT, FLOAT, STRING, OBJECT, ARRAY = 1, 2, 4, 8, 16, 32, 64
+WIDE = 128  # beside INT or FLOAT: an integer that float64, or that int64, does not hold
+NESTED = OBJECT | ARRAY
 
 MAX_KEYS = 4096
 KEY_BYTES = 1 << 20
 TABLE = 4 * MAX_KEYS
 
 _QUOTE = 34
+_LARGE = re.compile(rb"[\[,:\s]-?(\d{20}|9[2-9]\d{17})")  # integers that int64 may not hold
 
 
 class Keys(NamedTuple):
@@ -177,7 +181,9 @@ def _scalar(data: UInt8, i: int, end: int) -> tuple[int, int]:
         return 0, -1
     kind = INT
     if digits > 19 or value > most:
-        kind = FLOAT
+        kind = FLOAT | WIDE
+    elif value > np.uint64(1 << 53) and np.uint64(np.float64(value)) != value:
+        kind = INT | WIDE
     if i < end and (data[i] == 46 or data[i] == 101 or data[i] == 69):  # . e E
         kind = FLOAT
         while i < end and (
@@ -267,8 +273,8 @@ class Observer:
         """Adds the types of some records: record i is `data[starts[i]:ends[i]]`."""
         flags = self._observe(data, starts, ends)
         kinds = self._keys.kinds[: self._keys.counts[0]]
-        if (kinds >= OBJECT).any():
-            nested = [name for name, every, _ in self._columns_seen() if every >= OBJECT]
+        if (kinds & NESTED).any():
+            nested = [name for name, every, _ in self._columns_seen() if every & NESTED]
             wanted = [name for name in nested if self._columns is None or name in self._columns]
             if wanted:
                 size = int((ends - starts).sum()) + len(starts)
@@ -334,22 +340,23 @@ def schema_of(facts: JsonObject, exact: Sequence[str] = (), *, known: bool = Tru
 
     Args:
         facts: What `Observer.facts` returned.
-        exact: Columns whose objects and mixed numbers are kept as JSON: an Arrow type has one order
-            of keys and one type of number for all rows, and no nulls of single rows.
-        known: Whether the facts cover all rows. If not, lists of `exact` columns are JSON too,
-            because later rows may have objects in them.
+        exact: Columns whose objects and mixed numbers are kept as JSON, also in lists: an Arrow
+            type has one order of keys and one type of number for all rows, and no nulls of single
+            rows.
+        known: Whether the facts cover all rows. If not, all lists of `exact` columns are JSON,
+            because later rows may have others in them.
     """
     nested = schema_of_text(facts["nested"])
     fields = []
     for name, every, first in facts["columns"]:
-        if every & STRING and first not in (OBJECT, ARRAY):
+        if every & STRING and not first & NESTED:
             kind = pa.large_string()
-        elif first in (INT, FLOAT):
-            mixed = every & INT and every & FLOAT and name in exact
+        elif first & (INT | FLOAT):
+            mixed = every & FLOAT and (every & WIDE or (name in exact and every & INT))
             kind = JSON if mixed else pa.float64() if every & FLOAT else pa.int64()
-        elif first in (OBJECT, ARRAY):
+        elif first & NESTED:
             kind = nested.field(name).type if name in nested.names else pa.null()
-            if name in exact and (not known or holds(kind, pa.types.is_struct)):
+            if name in exact and (not known or changes_json(kind)):
                 kind = JSON
         else:
             kind = pa.bool_() if first == BOOL else pa.null()
@@ -364,8 +371,11 @@ def nested_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
         table = pj.read_json(pa.BufferReader(lines), read_options=options)
     except pa.ArrowInvalid:
         return _slow_types(lines, names)
-    found = {field.name: field.type for field in table.schema}
-    return {name: _without_times(found[name]) for name in names if name in found}
+    found = {name: table.schema.field(name).type for name in names if name in table.schema.names}
+    # pyarrow makes a float64 of an integer that int64 does not hold
+    if any(holds(kind, pa.types.is_floating) for kind in found.values()) and _LARGE.search(lines):
+        return _slow_types(lines, names)
+    return {name: _without_times(kind) for name, kind in found.items()}
 
 
 def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
@@ -419,13 +429,19 @@ def _without_times(kind: pa.DataType) -> pa.DataType:
 
 
 def _type_of(value: Any) -> pa.DataType:
-    """Returns the Arrow type of a JSON value; raises TypeConflict for mixed types inside."""
+    """Returns the Arrow type of a JSON value.
+
+    Raises:
+        TypeConflict: Types inside are mixed, or int64 does not hold an integer.
+    """
     if value is None:
         return pa.null()
     if isinstance(value, bool):
         return pa.bool_()
     if isinstance(value, int):
-        return pa.int64() if -(1 << 63) <= value < 1 << 63 else pa.float64()
+        if not -(1 << 63) <= value < 1 << 63:
+            raise TypeConflict(f"{value} and int64")
+        return pa.int64()
     if isinstance(value, float):
         return pa.float64()
     if isinstance(value, str):

@@ -128,8 +128,12 @@ class WebDatasetShardedSource(FileSource):
                 while (one := tar.next()) is not None:
                     tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # it would grow
                     key, column = _key_and_column(one.name)
-                    if not (one.isreg() and column):
+                    if not column or not (one.isreg() or one.islnk() or one.issym()):
                         continue
+                    if one.issparse() or not one.isreg():
+                        problem = f"member {one.name!r} is a {_NOT_READ[one.isreg()]}"
+                        fix = "Pack it again: tar --dereference --hard-dereference, not --sparse."
+                        raise file.error(problem, fix)
                     if not keys or keys[-1] != key:
                         keys.append(key)
                     end = one.offset_data + one.size
@@ -142,6 +146,9 @@ class WebDatasetShardedSource(FileSource):
             problem = f"damaged: no member begins at byte {tar.offset}"
             raise file.error(problem, "Copy it again.")
         return keys, members, bool(behind)
+
+
+_NOT_READ = ("link, which has no bytes of its own", "sparse file, whose holes are not stored")
 
 
 def _key_and_column(name: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from easypipe.core.schema import is_json
-from easypipe.transforms.chat.conversations import loaded, value_of
+from easypipe.transforms.chat.conversations import cleaned, loaded, value_of
 from easypipe.transforms.chat.sandbox import Json
 
 VERDICTS = {"true": True, "false": False}  # booleans, and texts in any case, as CSV has them
@@ -58,12 +58,13 @@ def plain_of(column: pa.Array, *, objects: bool = False) -> list[Json]:
 
 
 def decoded_of(column: pa.Array, *, objects: bool = False) -> list[Json]:
-    """Does `plain_of`, and parses a column of JSON type."""
-    return (
-        [None if text is None else loaded(text) for text in strings_of(column)]
-        if is_json(column.type)
-        else plain_of(column, objects=objects)
-    )
+    """Does `plain_of`, and parses a column of JSON type.
+
+    Keys that Arrow filled with nulls are left out of structs; JSON has only keys that were given.
+    """
+    if is_json(column.type):
+        return [None if text is None else loaded(text) for text in strings_of(column)]
+    return [cleaned(value) for value in plain_of(column, objects=objects)]
 
 
 def strings_of(column: pa.Array) -> list[Json]:

@@ -425,7 +425,11 @@ def without_mark(template: str) -> str:
 
 
 def is_unicode(value: JsonValue) -> bool:
-    """Whether the text in a value, if it has any, can be written as UTF-8."""
+    """Whether all text in a value can be written as UTF-8; bytes are not text."""
+    if isinstance(value, dict):
+        return all(map(is_unicode, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_unicode, value))
     try:
         if isinstance(value, str):
             value.encode()

@@ -13,9 +13,10 @@ import xxhash
 from easypipe.core.config import config, digest
 from easypipe.core.errors import require, require_columns
 from easypipe.core.protocols import left_out
-from easypipe.core.schema import is_json
+from easypipe.core.schema import holds, is_json
 from easypipe.transforms.chat.columns import decoded_of
 from easypipe.transforms.chat.conversations import cleaned
+from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.columns.base import ColumnTransform, Rows
 
 
@@ -24,7 +25,7 @@ class HoldOutConfig:
     """Which rows of a dataset are read: the held-out rows, or all others.
 
     The content of a row decides, so equal rows are on the same side. Adding or renaming files, or
-    writing them in another format, moves no row to the other side.
+    writing the same values in another format, moves no row to the other side.
 
     Args:
         fraction: About this share of the rows is held out.
@@ -67,11 +68,14 @@ class HoldOut(ColumnTransform):
         self.names = self.reads = tuple(sorted(names))
         types = [schema.field(name).type for name in self.names]
         self.have_keys = any(pa.types.is_nested(kind) or is_json(kind) for kind in types)
+        self.vary = any(holds(kind, _varies) for kind in types)
 
     @property
     def fingerprint(self) -> str:
-        # Rows with keys were held out by another rule once: by keys without a value too.
+        # Rows with keys were held out by another rule once: by keys without a value too. And so
+        # were numbers and maps: 1.0 was not 1, and a map was no object.
         rule = "hold out by given keys" if self.have_keys else "hold out"
+        rule += " and equal values" * self.vary
         return digest(rule, self.options, self.names)
 
     def columns(self, before: pa.Schema) -> pa.Schema:
@@ -106,7 +110,30 @@ def _json(columns: Sequence[pa.Array]) -> Iterator[bytes]:
 
     A key without a value counts as missing: columns have keys that only rows of other files have.
     """
-    for values in zip(*map(decoded_of, columns), strict=True):
+    for values in zip(*(decoded_of(one, objects=True) for one in columns), strict=True):
         whole = len(values) == 1 and isinstance(values[0], str)
-        text = values[0] if whole else json.dumps(cleaned(values), sort_keys=True, default=str)
+        text = (
+            values[0]
+            if whole
+            else json.dumps(_same_numbers(cleaned(values)), sort_keys=True, default=str)
+        )
         yield text.encode("utf-8", "surrogatepass")
+
+
+def _varies(kind: pa.DataType) -> bool:
+    """Returns whether values of this type are written differently in other types."""
+    return pa.types.is_floating(kind) or pa.types.is_map(kind)
+
+
+def _same_numbers(value: Json) -> Json:
+    """Returns a value in which a number does not show whether its column has fractions.
+
+    A column with fractions holds 1 as 1.0, and large integers rounded to the nearest float64.
+    """
+    if isinstance(value, dict):
+        return {key: _same_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_same_numbers(item) for item in value]
+    if isinstance(value, int) and 1 << 53 < abs(value) < 1 << 1023:
+        return int(float(value))
+    return int(value) if isinstance(value, float) and value.is_integer() else value

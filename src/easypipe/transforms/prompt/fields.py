@@ -156,8 +156,8 @@ def text_of(value: Json, name: str) -> str | Refused:
     """
     if value is None:
         return Refused("null", f"column {name!r} has no text")
-    if isinstance(value, dict | list | bool):
-        value = json.dumps(value, ensure_ascii=False, default=str)
     if not is_unicode(value):
         return Refused("invalid_utf8", f"column {name!r} has no text")
+    if isinstance(value, dict | list | bool):
+        value = json.dumps(value, ensure_ascii=False, default=str)
     return str(value)

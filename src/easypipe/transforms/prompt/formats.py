@@ -21,7 +21,6 @@ from easypipe.transforms.chat.columns import is_messages, is_text
 from easypipe.transforms.chat.conversations import (
     ROLES,
     MessageReader,
-    cleaned,
     value_of,
     wrong_messages,
 )
@@ -405,7 +404,7 @@ class TemplateFormat:
         return len(one[: num_shared(one, other)].removesuffix(" "))
 
     def _read(self, row: Row) -> Row:
-        return {name: cleaned(row[name]) for name in self.columns}
+        return {name: row[name] for name in self.columns}
 
     def _examples(self, pool: Sequence[Row]) -> list[str | Refused]:
         made = self._writer.write([self._within(row)[0] for row in pool])
