@@ -215,8 +215,11 @@ def changes_json(kind: pa.DataType) -> bool:
 
     Objects get the keys of all rows, in one order, and integers beside fractions become fractions.
     """
-    t = pa.types
-    return t.is_nested(kind) and holds(kind, lambda one: t.is_struct(one) or t.is_floating(one))
+
+    def changes(one: pa.DataType) -> bool:
+        return pa.types.is_struct(one) or pa.types.is_floating(one)
+
+    return pa.types.is_nested(kind) and holds(kind, changes)
 
 
 def plain_type(

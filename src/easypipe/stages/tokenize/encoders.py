@@ -167,6 +167,9 @@ class PromptRows:
         self.pairs, self.judged = rejected is not None, engine.config.desirable_column
         self._pair += [] if self.judged is None else ["desirable", self.judged]
         self._pair += ["maps"] if any(holds(kind, pa.types.is_map) for kind in kinds) else []
+        # once, keys that are null were left out
+        given = format.kind == "prompt" and any(map(is_json, kinds))
+        self._pair += ["JSON as given"] if given else []
         self.raw, self.lengths = format.raw, engine.lengths
         self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
 
