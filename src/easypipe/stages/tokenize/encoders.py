@@ -148,9 +148,8 @@ class PromptRows:
         template_at: str | None = None,
     ) -> None:
         self.engine, self._template_at = engine, template_at
-        # whether a room has an effect
         limit = length_limit(engine.tokenizer.config)
-        self.splits = engine.splits and limit is None
+        self.splits = engine.splits and limit is None  # whether a room has an effect
         self.room = room if self.splits else None
         # whether a text may become several documents, or lose its end
         self.continues = self.room is not None or limit is not None
@@ -166,10 +165,8 @@ class PromptRows:
         self._pair += ["same examples"] if self._pair and shots and shots.count else []
         self.pairs, self.judged = rejected is not None, engine.config.desirable_column
         self._pair += [] if self.judged is None else ["desirable", self.judged]
-        self._pair += ["maps"] if any(holds(kind, pa.types.is_map) for kind in kinds) else []
-        # once, keys that are null were left out
-        given = format.kind == "prompt" and any(map(is_json, kinds))
-        self._pair += ["JSON as given"] if given else []
+        self._pair += ["maps"] * any(holds(kind, pa.types.is_map) for kind in kinds)
+        self._pair += ["JSON as given"] * (format.kind == "prompt" and any(map(is_json, kinds)))
         self.raw, self.lengths = format.raw, engine.lengths
         self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
 
