@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -331,6 +332,35 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "runs/now/versions.json").write_text("{}")
     assert main(["runs", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 4
+
+
+@pytest.mark.parametrize(
+    ("saved", "step", "state"),
+    [
+        ({"ended": "eval.held.loss is 2.5"}, 4, "finished"),
+        ({"ended": None}, 4, "stopped"),
+        ({}, 4, "stopped"),  # of a version that did not write it
+        ([], 4, "stopped"),
+        ({"ended": "eval.held.loss is 2.5"}, 5, "stopped"),  # it went on, and was killed
+    ],
+)
+def test_a_run_that_a_callback_ended_for_good_is_listed_as_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: Any, step: int, state: str
+) -> None:
+    record = tmp_path / "run" / "checkpoints" / "4" / "run" / "data.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps(saved))
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
+    for train in ("train: {steps: 12}\n", "train: {}\n"):
+        (tmp_path / "run" / "run.yaml").write_text(train)
+        assert main(["runs", str(tmp_path), "--json"]) == 0
+        [one] = json.loads(capsys.readouterr().out)
+        assert one["state"] == state
+        state = state.replace("stopped", "not training")
+    record.write_text("{")
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    [one] = json.loads(capsys.readouterr().out)
+    assert one["state"].startswith(f"damaged: {record}" if step == 4 else "not training")
 
 
 def test_progress_without_a_terminal(

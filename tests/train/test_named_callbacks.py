@@ -29,6 +29,7 @@ from easypipe.train.callbacks.named import (
     ProfilerWindow,
     make_callbacks,
 )
+from easypipe.train.checkpoint.files import ended
 from easypipe.train.config import CheckpointConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
 from easypipe.train.metrics.log import read_metrics
@@ -128,6 +129,8 @@ def test_a_run_stops_early_and_says_why(tmp_path, caplog):
     result = trainer(tmp_path, {"early_stopping": early}).run()
     assert result.steps == 4
     assert "stopped at step 4 of 12: eval.held.loss is" in caplog.text
+    assert ended(result.checkpoint)
+    assert not ended(result.checkpoint.with_name("0"))
     # run once more it stays there, whatever made it end
     for again in ({"early_stopping": early}, {}):
         caplog.clear()
@@ -138,6 +141,7 @@ def test_a_run_stops_early_and_says_why(tmp_path, caplog):
     assert on.resumed_from == 4
     assert on.steps == 6, "one evaluation more, as the patience of a new run has it"
     assert trainer(tmp_path, {}, resume_changes=("ended",)).run().steps == 12
+    assert not ended(result.checkpoint.with_name("12"))
 
 
 def test_the_best_checkpoints_are_kept_and_listed(tmp_path):

@@ -23,8 +23,8 @@ class Run:
 
     Attributes:
         folder: The output folder of the run.
-        state: "training", "finished" or "stopped"; "not training" if the number of steps is not
-            known; or why the run cannot be read.
+        state: "training", "finished" (also if a callback ended it for good) or "stopped"; "not
+            training" if the number of steps is not known; or why the run cannot be read.
         step: The last step that is logged or has a checkpoint.
         steps: The number of its steps; None: as many as its data has, which was not counted.
         loss: The last loss.
@@ -79,10 +79,11 @@ def _run(folder: Path) -> Run:
     If it cannot be read, the reason is its state, and the other runs are still listed.
     """
     from easypipe.core.locks import try_hold
-    from easypipe.train.checkpoint.files import committed
+    from easypipe.train.checkpoint.files import CHECKPOINTS, committed, ended
     from easypipe.train.metrics.log import Record, each_record
     from easypipe.train.record import recorded_steps
 
+    checkpoints = folder / CHECKPOINTS
     try:
         metrics = folder / "metrics.jsonl"
         last: Record = {"step": 0}
@@ -90,17 +91,18 @@ def _run(folder: Path) -> Run:
         for last in each_record(metrics) if metrics.exists() else ():
             evals = last.get("eval") or evals
         steps = recorded_steps(folder)
-        held = try_hold(folder, exclusive=False)
+        step = max([last["step"], *committed(checkpoints)])
+        if (held := try_hold(folder, exclusive=False)) is not None:
+            held.close()
+        finished = steps is not None and last["step"] >= steps
+        finished = held is not None and (finished or ended(checkpoints / str(step)))
     except (EasypipeError, OSError) as error:
         return Run(str(folder), f"damaged: {error}", 0, None, None, {})
     if held is None:
         state = "training"
-    elif steps is None:
-        state = "not training"
+    elif finished:
+        state = "finished"
     else:
-        state = "finished" if last["step"] >= steps else "stopped"
-    if held is not None:
-        held.close()
-    step = max([last["step"], *committed(folder / "checkpoints")])
+        state = "not training" if steps is None else "stopped"
     held_out = {name: seen["loss"] for name, seen in evals.items() if seen.get("loss") is not None}
     return Run(str(folder), state, step, steps, last.get("loss"), held_out)

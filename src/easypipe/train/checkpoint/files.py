@@ -13,15 +13,18 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, read_checked, shaped
 from easypipe.core.errors import EasypipeError
 from easypipe.core.threads import each
+from easypipe.core.values import JsonObject
 
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints in a run's output_dir
 CHECKSUMS = "checksums.json"  # {"files": {path in the checkpoint: [bytes, XXH3-128 in hex]}}
 ARRAYS, RUN = "arrays", "run"  # the two parts of a checkpoint, each a folder in it
+_RECORD = "data.json"  # the file in which Orbax writes RUN
 _WRITING, _REPLACED, _GOING = ".tmp", ".replaced", ".deleting"
 # Suffixes of what a killed process left.
 _LOST = frozenset((_WRITING, _REPLACED, _GOING, ".orbax-checkpoint-tmp"))
@@ -37,6 +40,17 @@ def committed(folder: Path) -> list[int]:
         if folder.is_dir()
         else []
     )
+
+
+def ended(checkpoint: Path) -> bool:
+    """Returns whether `checkpoint` exists and is the end of a run that a callback ended for good.
+
+    Raises:
+        StorageError: The record of the run in it cannot be read.
+    """
+    record = checkpoint / RUN / _RECORD
+    saved = storage.read_json(record) if record.exists() else None
+    return isinstance(saved, dict) and bool(cast("JsonObject", saved).get("ended"))
 
 
 def writing(folder: Path, step: int) -> Path:
