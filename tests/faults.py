@@ -1727,6 +1727,8 @@ FAULTS = [
     # what a stranger found in training
     fault("a run that ended early is one that was stopped", "cli/runs.py", "tests/cli/test_terminal.py -k for_good",
           "(finished or ended(checkpoints / str(step)))", "finished"),
+    fault("a Trainer does not take the micro-batches of its data", "compat/trainer.py", "tests/train/test_loader_options.py -k of_its_data",
+          "super().__init__(model, inputs.run.train, inputs.train", "super().__init__(model, config, inputs.train"),
 ]
 # fmt: on
 

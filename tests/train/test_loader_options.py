@@ -142,6 +142,31 @@ def test_a_run_has_one_key_for_micro_batches(caplog):
         run(two, accumulate_steps=3)
 
 
+def test_a_trainer_takes_the_micro_batches_of_its_data(tmp_path, caplog):
+    lines = [{"text": "abc " * 20}] * 40
+
+    def made(pieces: int, **options) -> Trainer:
+        data = {
+            "datasets": [{"data_files": str(jsonl(tmp_path / "a.jsonl", lines))}],
+            "default_tokenizer": tokenizer(),
+            "cache_dir": str(tmp_path / "cache"),
+            "seed": 1,
+            "load": {"batch_size": 4, "accumulation_steps": pieces, "num_epochs": None},
+        }
+        options = {"output_dir": tmp_path / "run", "steps": 1, "mesh": MESH, **options}
+        return Trainer(Tiny, data=data, seq_length=16, **options)
+
+    both, alone = made(2, accumulate_steps=2), made(2)
+    assert both.config == alone.config
+    assert alone.config.accumulate_steps == alone.run_config["train"]["accumulate_steps"] == 2
+    assert alone.in_micro_batches
+    assert "another name" not in caplog.text
+    assert made(1, accumulate_steps=2).config.accumulate_steps == 2
+    assert "another name of data.load.accumulation_steps" in caplog.text
+    with pytest.raises(ConfigError, match=r"3, but data\.load\.accumulation_steps is 2"):
+        made(2, accumulate_steps=3)
+
+
 def test_a_run_whose_data_has_no_seed_records_the_one_that_was_drawn(tmp_path):
     """So that it goes on with the same batches."""
     data = {

@@ -139,7 +139,8 @@ class Trainer(Engine):
         )
         if isinstance(model, ModelConfig | PretrainedConfig):
             model = with_vocabulary(model, inputs.tokens)
-        super().__init__(model, config, inputs.train, loaders, **_known(inputs, model) | options)
+        known = _known(inputs, model) | options
+        super().__init__(model, inputs.run.train, inputs.train, loaders, **known)
         if self.origin.config is not None:
             fix = "Train it on the tokens of its own tokenizer."
             check_vocabulary("model", self.origin.config, inputs.tokens, fix)
