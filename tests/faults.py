@@ -1729,6 +1729,10 @@ FAULTS = [
           "(finished or ended(checkpoints / str(step)))", "finished"),
     fault("a Trainer does not take the micro-batches of its data", "compat/trainer.py", "tests/train/test_loader_options.py -k of_its_data",
           "super().__init__(model, inputs.run.train, inputs.train", "super().__init__(model, config, inputs.train"),
+    fault("muon takes the head of a module without labels", "train/state.py", "tests/train/test_optimizers.py -k every_head",
+          'part in _HEADS or part.endswith("_head")', 'part.endswith("lm_head")'),
+    fault("muon takes the last layer of a classifier", "train/state.py", "tests/train/test_optimizers.py -k every_head",
+          'return inside or parts[0] in ("out", "output")', "return inside"),
 ]
 # fmt: on
 

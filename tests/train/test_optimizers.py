@@ -22,10 +22,13 @@ import pytest
 from flax import nnx
 
 import forked
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, StateError
 from easypipe.train import state as states
 from easypipe.train.config import CheckpointConfig
 from easypipe.train.metrics.log import read_metrics
+from easypipe.train.model.classifier import Classifier
+from easypipe.train.model.config import ClassifierConfig
+from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.optim.config import DEFAULTS, OptimizerConfig, ParameterGroup
 from easypipe.train.optim.optimizers import make_optimizer, make_schedule
 from easypipe.train.parallel.mesh import make_mesh, partitioned
@@ -436,6 +439,60 @@ def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():
     step = np.asarray(hidden) * (1 / (1 - 0.01 * 0.1)) - 1.0  # without the decay of w = 1
     singular = np.linalg.svd(step, compute_uv=False) / (0.01 * 0.2 * np.sqrt(6))
     assert np.all((singular > 0.5) & (singular < 1.3))  # what five Newton-Schulz steps make of them
+
+
+class Unlabelled(nnx.Module):
+    """A user's model without labels, whose heads only their names tell."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.mix = nnx.Embed(8, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 4, rngs=rngs)
+        self.head, self.value_head = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+        self.output = nnx.Linear(4, 8, rngs=rngs)
+
+
+def reward_model() -> Decoder:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 2}
+    made = Decoder(ModelConfig(vocab_size=8, **sizes), nnx.Rngs(0))
+    made.add_score(0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("build", "heads"),
+    [
+        (reward_model, {"embedding", "head.kernel", "score"}),
+        (
+            lambda: Classifier(ClassifierConfig(num_classes=3, image_shape=(4, 4, 1)), nnx.Rngs(0)),
+            {"out.kernel"},
+        ),
+        (
+            lambda: Unlabelled(nnx.Rngs(0)),
+            {"embed.embedding", "head.kernel", "value_head.kernel", "output.kernel"},
+        ),
+    ],
+    ids=["reward", "classifier", "unlabelled"],
+)
+def test_every_head_is_known_by_its_labels_or_its_name(build, heads):
+    mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
+    with states.on(mesh):
+        layout = states.layout_of(nnx.eval_shape(build), mesh)
+    matrices = {name for name, decays in layout.decays.items() if decays}
+    assert {name for name in matrices if not layout.hidden[name]} == heads
+
+
+def test_a_checkpoint_in_which_muon_took_a_head_is_refused_by_name(tmp_path, monkeypatch):
+    def run(steps):
+        config = settings(tmp_path, steps=steps, optimizer=OptimizerConfig(name="muon"))
+        config = dataclasses.replace(config, resume_changes=("train.steps",))
+        mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
+        return Trainer(Tiny, config, Arithmetic(), mesh=mesh).run()
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(states, "_is_outer", lambda *_: False)
+        run(1)
+    with pytest.raises(StateError, match=r"holds other arrays: optimizer/.*/table\.embedding"):
+        run(2)
 
 
 @pytest.mark.parametrize("name", ["sophia", "schedule_free", "soap", "muon"])

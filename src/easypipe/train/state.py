@@ -29,6 +29,7 @@ from easypipe.train.parallel.mesh import under
 Arrays = dict[str, jax.Array]
 Abstract = Mapping[str, jax.ShapeDtypeStruct]  # by name, with shardings
 Path = tuple[Hashable, ...]
+_HEADS = ("head", "score", "classifier", "logits")  # names of heads, without labels
 
 
 class TrainState(NamedTuple):
@@ -133,7 +134,7 @@ def layout_of(
             )
             if arrays is params:
                 decays[name] = _is_matrix(name, variable, value.shape)
-                hidden[name] = decays[name] and not _is_vocabulary(name, variable)
+                hidden[name] = decays[name] and not _is_outer(name, variable)
             elif isinstance(variable, nnx.Param):
                 frozen.add(name)
     return ModelLayout(
@@ -387,11 +388,16 @@ def _is_matrix(name: str, variable: nnx.Variable[jax.Array], shape: tuple[int, .
     return len(shape) - stacked >= 2 and name.rpartition(".")[2] not in ("scale", "bias")
 
 
-def _is_vocabulary(name: str, variable: nnx.Variable[jax.Array]) -> bool:
-    """Whether a parameter is an embedding or a head, by its labels or else by its name."""
-    labels = _labels(variable)
-    named = "embed" in name.lower() or "lm_head" in name.lower()
-    return "vocab" in labels if any(labels) else named
+def _is_outer(name: str, variable: nnx.Variable[jax.Array]) -> bool:
+    """Whether a parameter is an embedding or a head, by its labels or else by its name.
+
+    An attention has an `out` of its own, so `out` and `output` are heads only of the whole model.
+    """
+    labels, parts = _labels(variable), name.lower().split(".")
+    if any(labels):
+        return "vocab" in labels
+    inside = any("embed" in part or part in _HEADS or part.endswith("_head") for part in parts)
+    return inside or parts[0] in ("out", "output")
 
 
 def _spec(
