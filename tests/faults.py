@@ -1733,6 +1733,10 @@ FAULTS = [
           'part in _HEADS or part.endswith("_head")', 'part.endswith("lm_head")'),
     fault("muon takes the last layer of a classifier", "train/state.py", "tests/train/test_optimizers.py -k every_head",
           'return inside or parts[0] in ("out", "output")', "return inside"),
+    fault("lamb and adafactor take one norm over all layers", "train/optim/optimizers.py", "tests/train/test_optimizers.py -k each_of_the_stacked",
+          "(jax.vmap(one) if name in roles.stacked else one)(update, param)", "one(update, param)"),
+    fault("the optimizer of a run does not know its stacked layers", "train/engine.py", "tests/train/test_optimizers.py -k each_of_the_stacked",
+          "self.layout.hidden, self.layout.stacked", "self.layout.hidden"),
 ]
 # fmt: on
 

@@ -441,6 +441,41 @@ def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():
     assert np.all((singular > 0.5) & (singular < 1.3))  # what five Newton-Schulz steps make of them
 
 
+@pytest.mark.parametrize("name", ["lamb", "adafactor", "muon", "soap"])
+def test_each_of_the_stacked_layers_is_stepped_as_if_it_were_alone(name, tmp_path):
+    """Layers that differ in size by 100 would show a norm over all of them."""
+    config = OptimizerConfig(name=name, schedule="constant", clip_norm=None)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 3, "num_heads": 2}
+    run = settings(tmp_path, steps=4, optimizer=config)
+    trainer = Trainer(ModelConfig(vocab_size=32, **sizes), run, Arithmetic())
+    layout, random = trainer.layout, np.random.default_rng(0)
+    assert layout.stacked == {one for one in layout.params if one.startswith("layers.")}
+
+    def drawn(*of_layers: float) -> dict[str, jax.Array]:
+        return {
+            one: jnp.asarray(random.normal(size=leaf.shape), jnp.float32)
+            * (jnp.array(of_layers).reshape(3, *[1] * (leaf.ndim - 1)) if "layers." in one else 1)
+            for one, leaf in layout.params.items()
+        }
+
+    def apart(values: Any) -> dict[str, Any]:
+        return {
+            f"{one}@{i}": value[i] if isinstance(value, jax.Array) and "layers." in one else value
+            for one, value in values.items()
+            for i in (range(3) if "layers." in one else (0,))
+        }
+
+    params = drawn(1.0, 10.0, 100.0)
+    alone = make_optimizer(config, 4, apart(layout.decays), apart(layout.hidden))
+    together, each = trainer.optimizer.init(params), alone.init(apart(params))
+    for _ in range(3):
+        grads = drawn(1.0, 1.0, 1.0)
+        found, together = trainer.optimizer.update(grads, together, params)
+        wanted, each = alone.update(apart(grads), each, apart(params))
+        for one, update in apart(found).items():
+            np.testing.assert_allclose(update, wanted[one], rtol=1e-3, atol=1e-6, err_msg=one)
+
+
 class Unlabelled(nnx.Module):
     """A user's model without labels, whose heads only their names tell."""
 

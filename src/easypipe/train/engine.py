@@ -317,7 +317,7 @@ class Engine:
         named = self.config.optimizer
         if given is None:
             self.optimizer = make_optimizer(
-                named, self.steps, self.layout.decays, self.layout.hidden
+                named, self.steps, self.layout.decays, self.layout.hidden, self.layout.stacked
             )
             return make_schedule(named, self.steps)
         require(

@@ -141,7 +141,7 @@ def _model(
     optimizer = Optimizer(optax.identity())
     if config.optimizer.averages and identity["optimizer"].get("name") == config.optimizer.name:
         optimizer = make_optimizer(
-            config.optimizer, identity["steps"], layout.decays, layout.hidden
+            config.optimizer, identity["steps"], layout.decays, layout.hidden, layout.stacked
         )
     abstract = states.abstract_state(layout, optimizer)
     wanted = layout.without_frozen(states.flatten(abstract))

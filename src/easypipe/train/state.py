@@ -62,6 +62,7 @@ class ModelLayout:
             accepts.
         decays: Whether weight decay applies to each parameter: True for matrices.
         hidden: Whether each parameter is a matrix that is neither an embedding nor the head.
+        stacked: Names of parameters whose first dimension counts layers.
         frozen: Names in `rest` of parameters that are not trained. Checkpoints leave them out.
         trained: The type of nnx.Variable that `params` holds.
         mesh: The mesh on which the arrays are.
@@ -75,6 +76,7 @@ class ModelLayout:
     key_impls: Mapping[str, Any]
     decays: Mapping[str, bool]  # True for matrices
     hidden: Mapping[str, bool]
+    stacked: frozenset[str]
     frozen: frozenset[str]
     trained: type[nnx.Variable[jax.Array]]
     mesh: Mesh
@@ -119,7 +121,8 @@ def layout_of(
     """
     graph, *parts = nnx.split(model, trained, ...)
     params, rest = ({}, {})
-    paths, key_impls, decays, hidden, frozen = {}, {}, {}, {}, set()
+    paths, key_impls, decays, hidden = {}, {}, {}, {}
+    stacked, frozen = set(), set()
     for arrays, part in zip((params, rest), parts, strict=True):
         for path, variable in nnx.to_flat_state(part):
             name, value, spec = _name(path), variable.get_value(), PartitionSpec()
@@ -135,6 +138,7 @@ def layout_of(
             if arrays is params:
                 decays[name] = _is_matrix(name, variable, value.shape)
                 hidden[name] = decays[name] and not _is_outer(name, variable)
+                stacked |= {name} if _labels(variable)[:1] == ("layers",) else set()
             elif isinstance(variable, nnx.Param):
                 frozen.add(name)
     return ModelLayout(
@@ -145,6 +149,7 @@ def layout_of(
         key_impls=key_impls,
         decays=decays,
         hidden=hidden,
+        stacked=frozenset(stacked),
         frozen=frozenset(frozen),
         trained=trained,
         mesh=mesh,

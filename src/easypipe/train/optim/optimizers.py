@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -155,6 +155,7 @@ class Roles(NamedTuple):
 
     decays: Mapping[str, bool]  # matrices, to which weight decay and SOAP apply
     hidden: Mapping[str, bool]  # matrices between hidden layers, to which muon applies
+    stacked: Collection[str]  # names of those whose first dimension counts layers
 
 
 def make_optimizer(
@@ -162,6 +163,7 @@ def make_optimizer(
     steps: int,
     decays: Mapping[str, bool],
     hidden: Mapping[str, bool] | None = None,
+    stacked: Collection[str] = (),
 ) -> Optimizer:
     """Returns the complete transformation over a flat dict of parameters.
 
@@ -171,38 +173,35 @@ def make_optimizer(
         decays: Whether each parameter is a matrix, to which weight decay and SOAP apply.
         hidden: Whether each parameter is a matrix between hidden layers, to which muon applies (not
             embeddings and not the head, which get AdamW); default: as `decays`.
+        stacked: The names of parameters whose first dimension counts layers. Each layer of them is
+            a parameter of its own to lamb and adafactor.
 
     Raises:
         ConfigError: A group matches no parameter.
     """
-    whole = _without_average(config, steps, decays, hidden)
+    roles = Roles(decays, decays if hidden is None else hidden, stacked)
+    whole = _without_average(config, steps, roles)
     if config.ema_decay is None:
         return whole
     chain = optax.chain(whole.transformation, running_average(config.ema_decay))
     return dataclasses.replace(whole, transformation=chain, average=_averaged)
 
 
-def _without_average(
-    config: OptimizerConfig,
-    steps: int,
-    decays: Mapping[str, bool],
-    hidden: Mapping[str, bool] | None,
-) -> Optimizer:
+def _without_average(config: OptimizerConfig, steps: int, roles: Roles) -> Optimizer:
     """Returns the transformation of `make_optimizer` without the running average of ema_decay."""
-    scales, weight_decays = _groups(config, decays)
+    scales, weight_decays = _groups(config, roles.decays)
     schedule, numbers = make_schedule(config, steps), config.numbers()
     clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
     scale = _by_name(lambda name, update, _: update * scales[name], lambda name: scales[name] != 1)
     if config.name == "prodigy":
         return Optimizer(optax.chain(*clip, _prodigy(numbers, schedule, weight_decays), scale))
-    roles = Roles(decays, decays if hidden is None else hidden)
     whole = optax.chain(
         DIRECTIONS[config.name](numbers, roles),
         _by_name(
             lambda name, update, param: update + weight_decays[name] * param,
             lambda name: weight_decays[name] != 0,
         ),
-        *([optax.scale_by_trust_ratio()] if config.name == "lamb" else []),
+        *([_by_layer(optax.scale_by_trust_ratio(), roles)] if config.name == "lamb" else []),
         scale,
         optax.scale_by_learning_rate(schedule),
     )
@@ -260,6 +259,18 @@ def _by_name(
         }
 
     return optax.stateless(apply)  # pyright: ignore[reportArgumentType]  (of flat dicts alone)
+
+
+def _by_layer(whole: optax.GradientTransformation, roles: Roles) -> optax.GradientTransformation:
+    """Applies a transformation without a state to every layer of stacked parameters by itself."""
+
+    def one(update: jax.Array, param: jax.Array) -> jax.Array:
+        return cast("jax.Array", whole.update(update, whole.init(param), param)[0])
+
+    def change(name: str, update: jax.Array, param: jax.Array) -> jax.Array:
+        return (jax.vmap(one) if name in roles.stacked else one)(update, param)
+
+    return _by_name(change, lambda _: True)
 
 
 def _sophia(n: Numbers, roles: Roles) -> optax.GradientTransformation:
@@ -419,10 +430,11 @@ DIRECTIONS: dict[str, Callable[[Numbers, Roles], optax.GradientTransformation]] 
     "muon": _muon,
     # Without momentum, relative to the size of the parameter, with updates of at most unit size
     # (Shazeer and Stern, 2018).
-    "adafactor": lambda n, _: optax.chain(
+    "adafactor": lambda n, roles: optax.chain(
         optax.scale_by_factored_rms(decay_rate=n["decay_rate"], epsilon=n["epsilon"]),
-        optax.clip_by_block_rms(1.0),
-        optax.scale_by_param_block_rms(),
+        _by_layer(
+            optax.chain(optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()), roles
+        ),
     ),
     # Adam without momentum, which the averaging replaces (Defazio et al., 2024).
     "schedule_free": lambda n, _: optax.scale_by_adam(0.0, n["beta2"], n["epsilon"]),
