@@ -1737,6 +1737,12 @@ FAULTS = [
           "(jax.vmap(one) if name in roles.stacked else one)(update, param)", "one(update, param)"),
     fault("the optimizer of a run does not know its stacked layers", "train/engine.py", "tests/train/test_optimizers.py -k each_of_the_stacked",
           "self.layout.hidden, self.layout.stacked", "self.layout.hidden"),
+    fault("frozen parameters move by rounding", "train/optim/optimizers.py", "tests/train/test_optimizers.py -k frozen_group_stays",
+          "frozen=frozen)", ")"),
+    fault("frozen parameters are evaluated at their average", "train/optim/optimizers.py", "tests/train/test_optimizers.py -k frozen_group_stays",
+          "averages | {name: params[name] for name in self.frozen}", "averages"),
+    fault("schedule_free trains parameters in bfloat16", "train/engine.py", "tests/train/test_optimizers.py -k refused_for_parameters",
+          "if leaf.dtype.itemsize < 4]", "if leaf.dtype.itemsize < 2]"),
 ]
 # fmt: on
 

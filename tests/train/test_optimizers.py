@@ -27,7 +27,7 @@ from easypipe.train import state as states
 from easypipe.train.config import CheckpointConfig
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.model.classifier import Classifier
-from easypipe.train.model.config import ClassifierConfig
+from easypipe.train.model.config import ClassifierConfig, LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.optim.config import DEFAULTS, OptimizerConfig, ParameterGroup
 from easypipe.train.optim.optimizers import make_optimizer, make_schedule
@@ -181,6 +181,64 @@ def test_decay_is_decoupled_on_matrices_alone_and_groups_train_otherwise(name):
     for still in ("bias", "frozen.w"):
         assert np.all(np.asarray(updates[still]) == 0)
     np.testing.assert_allclose(updates["w"], expected, rtol=1e-2 if name == "prodigy" else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("average", [None, 0.9])
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_frozen_group_stays_bit_for_bit_trained_and_evaluated(name, average, dtype):
+    groups = (ParameterGroup(match="frozen.*", learning_rate_scale=0.0),)
+    average = None if name == "schedule_free" else average
+    optimizer = make_optimizer(
+        OptimizerConfig(name=name, groups=groups, ema_decay=average),
+        20,
+        {"w": True, "frozen.w": True, "frozen.bias": False},
+    )
+    random = np.random.default_rng(0)
+    start = {"w": random.normal(size=(6, 4)), "frozen.w": random.normal(size=(6, 4))}
+    start["frozen.bias"] = np.array([-0.0, 0.0, 1e-30, 1 / 3])
+    start = {name: jnp.asarray(value, dtype) for name, value in start.items()}
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(
+            grads, state, params, obj_fn=lambda p: sum(jnp.sum(x**2) for x in p.values())
+        )
+        return optax.apply_updates(params, updates), state
+
+    params, state = start, optimizer.init(start)
+    for _ in range(20):
+        grads = {
+            name: jnp.asarray(random.normal(size=value.shape), dtype)
+            for name, value in start.items()
+        }
+        params, state = step(params, state, grads)
+    # a small step is less than half a place of bfloat16
+    assert dtype == jnp.bfloat16 or not np.array_equal(params["w"], start["w"])
+    evaluated = jax.jit(optimizer.eval_params)(state, params)
+    for frozen in ("frozen.w", "frozen.bias"):
+        for found in (params, evaluated):
+            assert np.asarray(found[frozen]).tobytes() == np.asarray(start[frozen]).tobytes()
+
+
+def test_schedule_free_is_refused_for_parameters_that_it_would_move_by_rounding(tmp_path):
+    def made(param_dtype: Any, **options: Any) -> Trainer:
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 2}
+        model = ModelConfig(vocab_size=32, param_dtype=param_dtype, dtype="bfloat16", **sizes)
+        optimizer = OptimizerConfig(name="schedule_free")
+        return Trainer(model, settings(tmp_path, optimizer=optimizer, **options), Arithmetic())
+
+    message = (
+        r"^train\.optimizer\.name: schedule_free needs parameters in float32, since it would move "
+        r"others by their rounding at every step: embedding, head\.kernel, .*\. Set "
+        r"model\.param_dtype: float32 \(model\.dtype may stay bfloat16\), or choose another "
+        r"optimizer\.$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        made("bfloat16")
+    made("float32")  # what it says to do
+    # adapters beside them are in float32
+    made("bfloat16", lora=LoraConfig(rank=2))
 
 
 def test_a_group_decides_by_name_first_match_first():

@@ -26,6 +26,7 @@ from easypipe.core.config import digest, fields_of, to_dict
 from easypipe.core.errors import ConfigError, TokenizerError, TrainError, require
 from easypipe.core.protocols import BatchLoader, Turns
 from easypipe.core.values import Arguments, Json
+from easypipe.core.visible import first_of
 from easypipe.train import state as states
 from easypipe.train.callbacks.named import NLL, Known, checked_callbacks, make_callbacks
 from easypipe.train.checkpoint.resume import (
@@ -316,6 +317,17 @@ class Engine:
         """Sets the optimizer: the given one, or that of the config, whose schedule it returns."""
         named = self.config.optimizer
         if given is None:
+            # The average that it does not keep is computed from the parameters at every step.
+            params = self.layout.params.items()
+            narrow = [name for name, leaf in params if leaf.dtype.itemsize < 4]
+            require(
+                named.name != "schedule_free" or not narrow,
+                "train.optimizer.name",
+                "schedule_free needs parameters in float32, since it would move others by their "
+                f"rounding at every step: {first_of(narrow)}",
+                "Set model.param_dtype: float32 (model.dtype may stay bfloat16), or choose another "
+                "optimizer.",
+            )
             self.optimizer = make_optimizer(
                 named, self.steps, self.layout.decays, self.layout.hidden, self.layout.stacked
             )

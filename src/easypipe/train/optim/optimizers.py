@@ -125,11 +125,13 @@ class Optimizer:
         transformation: The optax transformation.
         needs_objective: Whether `update` takes `obj_fn`, params -> loss (for sophia's curvature).
         average: (state, params) -> the weights to evaluate; None if those are the trained ones.
+        frozen: Names of parameters that no step changes, not even by rounding.
     """
 
     transformation: optax.GradientTransformation
     needs_objective: bool = False
     average: Callable[[optax.OptState, Arrays], Arrays] | None = None
+    frozen: frozenset[str] = frozenset()
 
     def init(self, params: Arrays) -> optax.OptState:
         return self.transformation.init(params)
@@ -138,7 +140,10 @@ class Optimizer:
         self, updates: Arrays, state: optax.OptState, params: Arrays, **extra: PyTree
     ) -> tuple[Arrays, optax.OptState]:
         whole = optax.with_extra_args_support(self.transformation)
-        return cast("tuple[Arrays, optax.OptState]", whole.update(updates, state, params, **extra))
+        found = whole.update(updates, state, params, **extra)
+        moves, after = cast("tuple[Arrays, optax.OptState]", found)
+        # A parameter of -0.0 remains what it is if -0.0 is added, and becomes 0.0 with 0.0.
+        return moves | {name: jnp.full_like(moves[name], -0.0) for name in self.frozen}, after
 
     def eval_params(self, state: optax.OptState, params: Arrays) -> Arrays:
         """Returns the parameters to evaluate and export.
@@ -147,7 +152,8 @@ class Optimizer:
         """
         if self.average is None:
             return params
-        return self.average(cast("tuple[optax.OptState, ...]", state)[-1], params)
+        averages = self.average(cast("tuple[optax.OptState, ...]", state)[-1], params)
+        return averages | {name: params[name] for name in self.frozen}
 
 
 class Roles(NamedTuple):
@@ -180,7 +186,8 @@ def make_optimizer(
         ConfigError: A group matches no parameter.
     """
     roles = Roles(decays, decays if hidden is None else hidden, stacked)
-    whole = _without_average(config, steps, roles)
+    frozen = frozenset(name for name, scale in _groups(config, decays)[0].items() if scale == 0)
+    whole = dataclasses.replace(_without_average(config, steps, roles), frozen=frozen)
     if config.ema_decay is None:
         return whole
     chain = optax.chain(whole.transformation, running_average(config.ema_decay))
@@ -321,8 +328,8 @@ def _averaging(
 ) -> optax.GradientTransformation:
     """Wraps `whole` in schedule-free averaging.
 
-    optax counts these steps from 1, the schedule counts from 0. The sums are at least float32: in
-    the dtype of bfloat16 parameters the sum of the weights would stop at 256 equal ones.
+    optax counts these steps from 1, the schedule counts from 0. The sums are at least float32, as
+    in the checkpoints of earlier versions, which trained bfloat16 parameters too.
     """
     averaging = contrib.schedule_free(whole, lambda taken: schedule(taken - 1), b1=n["beta1"])
 
