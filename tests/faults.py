@@ -1743,6 +1743,12 @@ FAULTS = [
           "averages | {name: params[name] for name in self.frozen}", "averages"),
     fault("schedule_free trains parameters in bfloat16", "train/engine.py", "tests/train/test_optimizers.py -k refused_for_parameters",
           "if leaf.dtype.itemsize < 4]", "if leaf.dtype.itemsize < 2]"),
+    fault("a resumed run takes other weights for its reference", "train/trainer.py", "tests/train/test_preference.py -k own_reference",
+          'if others and (returns or record == "frozen"):', 'if others and record == "frozen":'),
+    fault("weights that a run began with have no fingerprint", "train/engine.py", "tests/train/test_preference.py -k own_reference",
+          "own = first.params if trained and given and self.config.lora is None else {}", "own = {}"),
+    fault("a run goes back to a start of others", "train/trainer.py", "tests/train/test_watch.py -k own_start",
+          "        if step == 0:\n            return self._first()\n", "        if step == 0:\n            return trainer.fresh()\n"),
 ]
 # fmt: on
 

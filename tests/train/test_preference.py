@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from easypipe import (
     PromptConfig,
     RunConfig,
 )
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, StateError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.run import train
 from easypipe.train import save_pretrained
@@ -43,6 +44,7 @@ from easypipe.train.config import (
     SpikeConfig,
     TrainingConfig,
 )
+from easypipe.train.engine import Engine
 from easypipe.train.events import TrainEvent
 from easypipe.train.finished import load_trained
 from easypipe.train.losses import preference as preferences
@@ -413,6 +415,47 @@ def test_training_tells_the_answers_apart_and_goes_on_from_its_reference(tmp_pat
     assert stopping == 3
     parts = losses(tmp_path / "parts", **checkpoint)
     assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
+
+
+OTHER_WEIGHTS = (
+    r"checkpoints: belongs to a run that began with other weights, to which its reference or a "
+    r"roll-back returns: embedding, .* differ\. Train the model that it began with, or give another "
+    r"train\.output_dir\.$"
+)
+
+
+@pytest.mark.parametrize("reference", ["initial", "cached"])
+def test_a_run_goes_on_from_its_own_reference_or_not_at_all(tmp_path, reference, monkeypatch):
+    """The folder of the published model is replaced while the run is stopped."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2}
+    for seed in (0, 1):
+        model = Decoder(ModelConfig(vocab_size=512, **sizes), nnx.Rngs(seed))
+        save_pretrained(model, tmp_path / f"model{seed}")
+    run = told_run(tmp_path, "run", reference=reference)
+    constant = dataclasses.replace(run.train.optimizer, schedule="constant")
+
+    def trained(seed: int, steps: int, **options: Any) -> list[float]:
+        shutil.rmtree(tmp_path / "base", ignore_errors=True)
+        shutil.copytree(tmp_path / f"model{seed}", tmp_path / "base")
+        config = dataclasses.replace(run.train, steps=steps, resume_changes=("train.steps",))
+        config = dataclasses.replace(config, optimizer=constant, **options)
+        result = Trainer(str(tmp_path / "base"), config, data=run.data).run()
+        return [line["loss"] for line in map(json.loads, result.metrics.open())]
+
+    whole = trained(0, 3, output_dir=tmp_path / "whole")
+    trained(0, 1)
+    with pytest.raises(StateError, match=OTHER_WEIGHTS):
+        trained(1, 2)
+    trained(0, 2)
+    with pytest.raises(StateError, match=OTHER_WEIGHTS):  # as the resumed run recorded it too
+        trained(1, 3)
+    assert trained(0, 3) == whole
+    # a checkpoint of an earlier version has no such record
+    older = tmp_path / "older"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Engine, "weights", lambda *_, **__: {"frozen": {}, "initial": {}})
+        trained(0, 1, output_dir=older)
+    assert trained(0, 3, output_dir=older) == whole
 
 
 def told_run(

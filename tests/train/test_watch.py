@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from easypipe.core import storage
 from easypipe.core.config import from_dict
@@ -20,7 +21,7 @@ from easypipe.train import state as states
 from easypipe.train.checkpoint import checkpoint
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import CheckpointConfig, OptimizerConfig, SpikeConfig, TrainingConfig
-from easypipe.train.events import Callback
+from easypipe.train.events import Callback, TrainEvent
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh, place_batch
 from easypipe.train.report.page import write_report
@@ -294,6 +295,26 @@ def test_a_run_that_spikes_for_ever_stops(tmp_path):
 def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path):
     trainer(tmp_path, Shaken(bad_steps=(2, 3)), steps=8, spikes=SPIKES).run()
     assert lines(tmp_path)[3]["skipped"] == 3
+
+
+def test_a_run_goes_back_to_its_own_start_or_not_at_all(tmp_path):
+    def run(seed: int, stop: int | None = None) -> None:
+        def listener(event: TrainEvent) -> None:
+            if event.kind == "step" and event.step == stop:
+                event.control.stop("enough")
+
+        loader = Shaken(bad_steps=(4, 5))
+        config = settings(tmp_path, steps=8, spikes=SPIKES)
+        Trainer(Tiny(nnx.Rngs(seed)), config, loader, listener=listener, mesh=MESH).run()
+
+    run(0, stop=1)
+    with pytest.raises(
+        StateError,
+        match=r"began with other weights, to which its reference or a roll-back returns: layers",
+    ):
+        run(1)
+    run(0)
+    assert lines(tmp_path)[-1]["step"] == 8
 
 
 def test_the_limit_is_robust(caplog):

@@ -157,7 +157,6 @@ class Engine:
         self.passes: Passes | None = None  # over all data, before any step
         self.ledger: Json | None = None  # of the data, if it is known
         self.emitted = 0  # the step of the newest event
-        self.frozen: dict[str, int] = {}  # fingerprints of the frozen parameters
         self._lay_out(mesh)
         self._check_loaders(evals or {})
         scores = config.preference is not None and config.preference.scores
@@ -477,10 +476,23 @@ class Engine:
         return self.layout.merge(params, state.rest)
 
     def fresh(self) -> states.TrainState:
-        """Returns the state before the first step; sets the fingerprints of frozen parameters."""
-        state = self.origin.state(self.layout, self.optimizer, self.made_of)
-        self.frozen = fingerprint({name: state.rest[name] for name in sorted(self.layout.frozen)})
-        return state
+        """Returns the state before the first step."""
+        return self.origin.state(self.layout, self.optimizer, self.made_of)
+
+    def weights(self, first: states.TrainState, *, trained: bool) -> dict[str, dict[str, int]]:
+        """Returns the fingerprints of the weights that a run begins with, by "frozen" or "initial".
+
+        Weights that the seed makes are left out: the checkpoint has the seed, and other devices may
+        round them differently.
+
+        Args:
+            first: The state before the first step.
+            trained: Whether those that are trained are fingerprinted too, as "initial".
+        """
+        origin, found = self.origin, {name: first.rest[name] for name in self.layout.frozen}
+        given = origin.shape is None or origin.is_module or origin.pretrained is not None
+        own = first.params if trained and given and self.config.lora is None else {}
+        return {"frozen": fingerprint(found), "initial": fingerprint(own)}
 
     def ask_reference(self, first: states.TrainState) -> None:
         """Fills a cached reference with the log-probabilities of all answers of the data.

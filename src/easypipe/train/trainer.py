@@ -58,6 +58,16 @@ from easypipe.train.step import Metrics
 
 logger = logging.getLogger("easypipe")
 
+# What is wrong with checkpoints whose weights of Engine.weights differ, and the fix.
+_OTHERS = {
+    "frozen": ("has adapters of other weights", "Train the model that they belong to"),
+    "initial": (
+        "belongs to a run that began with other weights, to which its reference or a roll-back "
+        "returns",
+        "Train the model that it began with",
+    ),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
@@ -158,12 +168,13 @@ class _Run:
         self.checkpoints.protected["listeners"] = self.control.kept
         self.change: Json | None = None  # what differs from the run before the resume
         self.lines: Mapping[str, str | None] = {}  # digests of the .jsonl files at the save
+        self.began: dict[str, dict[str, int]] = {}  # Engine.weights of the first state
         # The record of a step that a signal stopped before its evaluation.
         self.unevaluated: Record | None = None
         self.state, self.resumed_from = self._begin()
         self.step = self.resumed_from or 0
         if trainer.reference is not None:
-            first = self.state if self.resumed_from is None else trainer.fresh()
+            first = self.state if self.resumed_from is None else self._first()
             trainer.reference.keep(first.params)
             trainer.ask_reference(first)
         if trainer.writes:
@@ -392,7 +403,7 @@ class _Run:
             "named_callbacks": {
                 name: callback.state() for name, callback in trainer.named_callbacks.items()
             },
-            "frozen": trainer.frozen,
+            **self.began,
             "origin": trainer.origin.record(),
             "tokenizer": trainer.tokenizer,
             "seen": trainer.seen.record(),
@@ -435,7 +446,7 @@ class _Run:
         """
         steps = self.checkpoints.steps()
         if not steps:
-            return self.trainer.fresh(), None
+            return self._first(), None
         check_resume(self.checkpoints.folder, self.config, steps)
         damaged: dict[int, DamagedCheckpoint] = {}
         for step in reversed(steps):
@@ -464,14 +475,8 @@ class _Run:
             saved, trainer.identity, config.resume_changes, at, trainer.train, data
         )
         self._restore_loader(saved, at, [path.removeprefix("loader.") for path in of_data])
+        self.began = {record: saved.get(record, {}) for record in _OTHERS}
         state = self._load(step)
-        before = saved.get("frozen", {})
-        if others := sorted(name for name in before if trainer.frozen.get(name) != before[name]):
-            raise StateError(
-                at=str(at),
-                problem=f"has adapters of other weights: {first_of(others)} differ",
-                fix="Train the model that they belong to, or give another train.output_dir.",
-            )
         trainer.seen = trainer.seen.longer(Seen.recorded(saved).max_length)
         self.lines, self.unevaluated = saved.get("lines", {}), saved.get("unevaluated")
         self.guard.restore(saved.get("watch"), step, checkpoints.steps())
@@ -519,16 +524,37 @@ class _Run:
             error.at = "train.resume_changes"  # which a loader calls allow_changed
             raise
 
+    def _first(self) -> states.TrainState:
+        """Returns the state before the first step.
+
+        Raises:
+            StateError: Its weights are not those that the run began with.
+        """
+        first = self.trainer.fresh()
+        returns = self.trainer.reference is not None or self.guard.guards
+        here = self.trainer.weights(first, trained=returns)
+        for record, (problem, fix) in _OTHERS.items():
+            before, found = self.began.get(record, {}), here[record]
+            others = [name for name in sorted(before) if found.get(name) != before[name]]
+            if others and (returns or record == "frozen"):
+                raise StateError(
+                    at=str(self.checkpoints.folder),
+                    problem=f"{problem}: {first_of(others)} differ",
+                    fix=f"{fix}, or give another train.output_dir.",
+                )
+            self.began[record] = found or before
+        return first
+
     def _load(self, step: int) -> states.TrainState:
         """Loads the state after `step` from its checkpoint; for step 0, makes the initial state."""
         trainer, layout = self.trainer, self.trainer.layout
         if step == 0:
-            return trainer.fresh()
+            return self._first()
         self.checkpoints.wait()
         abstract = states.abstract_state(layout, trainer.optimizer)
         loaded = self.checkpoints.load(step, trainer.saved(abstract))
         if layout.frozen:  # checkpoints leave out frozen parameters
-            first = trainer.fresh().rest
+            first = self._first().rest
             loaded |= {f"rest/{name}": first[name] for name in layout.frozen}
         return states.unflatten(loaded, abstract)
 
