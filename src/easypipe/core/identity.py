@@ -2,20 +2,39 @@
 
 Code cannot be fingerprinted, because what it calls may change. A function is therefore identified
 by its name, the values that it holds, and a version that its author gives it. The fingerprint of a
-function without a version is valid only in this process, and tokens made by it are not kept.
+function without a version, or with a value whose content cannot be read, is valid only in this
+process, and tokens made by it are not kept.
 """
 
 from __future__ import annotations
 
+import array
 import functools
 import importlib
 import logging
+import operator
+import re
 import secrets
+import struct
+import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
+from datetime import date, time, timedelta, tzinfo
+from decimal import Decimal
 from pathlib import PurePath
-from types import BuiltinFunctionType, CodeType, MethodType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    EllipsisType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, NoReturn
+
+import numpy as np
 
 from easypipe.core.config import digest
 from easypipe.core.errors import (
@@ -29,6 +48,8 @@ from easypipe.core.errors import (
 from easypipe.core.values import attribute_of
 
 logger = logging.getLogger("easypipe")
+
+POINTER_BYTES = struct.calcsize("P")
 
 
 def dotted_name(function: object, otherwise: str) -> str:
@@ -49,6 +70,18 @@ def warn_unversioned(of: str, name: str) -> None:
         "(version=..., or its attribute `version`), and change it whenever the function changes.",
         of,
         name,
+    )
+
+
+def warn_not_comparable(of: str, name: str, kind: str) -> None:
+    """Warns that a function's results are not kept, because of a value of type `kind` in it."""
+    logger.warning(
+        "%s: %s holds a value of type %s, which cannot be compared with that of another process, "
+        "so its results are not kept in the token cache, whatever its version. Hold plain values, "
+        "arrays or dataclasses, or give that value an attribute `version`.",
+        of,
+        name,
+        kind,
     )
 
 
@@ -76,12 +109,21 @@ class UserFunction:
             )
         self.name = function if isinstance(function, str) else name_of(function)
         version = version if version is not None else attribute_of(self._call, "version")
+        held: Any = secrets.token_hex(16)
         self.cacheable = version is not None
-        if version is not None:
-            self.fingerprint = digest("function", self.name, str(version), held_by(self._call))
-        else:
-            self.fingerprint = digest("function of this process", self.name, secrets.token_hex(16))
+        if version is None:
             warn_unversioned(of, self.name)
+        else:
+            try:
+                held = held_by(self._call, strict=True)
+            except NotComparableError as error:
+                self.cacheable = False
+                warn_not_comparable(of, self.name, str(error))
+        self.fingerprint = (
+            digest("function", self.name, str(version), held)
+            if self.cacheable
+            else digest("function of this process", self.name, held)
+        )
 
     def __call__(self, value: Any) -> Any:
         return self._call(value)
@@ -153,10 +195,11 @@ def name_of(function: Any) -> str:
         return name_of(function.func)
     # a callable object is known by its class's name
     kind = function if hasattr(function, "__qualname__") else type(function)
-    return f"{kind.__module__}:{kind.__qualname__}"
+    # a method of C code has no module
+    return f"{attribute_of(kind, '__module__')}:{kind.__qualname__}"
 
 
-def held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
+def held_by(function: Any, *, strict: bool = False) -> Any:
     """Returns what distinguishes functions of the same name; None if the name is enough.
 
     It is the code of lambdas and inner functions, and the values that partials, closures and
@@ -164,68 +207,190 @@ def held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
 
     Args:
         function: Any callable.
-        above: The ids of the objects that hold this one, because a function may hold itself.
+        strict: Whether a value that is not comparable is an error. Otherwise such a value counts
+            by the name of its type, because the version of the object tells what is in it.
+
+    Raises:
+        NotComparableError: There is such a value, and `strict` is True.
     """
-    if id(function) in above:
-        return "above"
-    above = (*above, id(function))
-    if isinstance(function, functools.partial):
-        return [
-            "partial",
-            held_by(function.func, above),
-            _value(function.args, above),
-            _value(function.keywords, above),
+    return _Held(strict, {}).by(function, ())
+
+
+class NotComparableError(Exception):
+    """A value is held whose content is not the same in every process, or not readable."""
+
+
+class _Held:
+    """Reads what functions and objects hold.
+
+    Args:
+        strict: As in `held_by`.
+        done: What objects hold that were read already, by id: many may hold one object.
+    """
+
+    def __init__(self, strict: bool, done: dict[int, list[Any]]) -> None:
+        self._strict, self._done = strict, done
+
+    def by(self, function: Any, above: tuple[int, ...]) -> Any:
+        """Returns what `held_by` does.
+
+        Args:
+            function: Any callable.
+            above: The ids of the objects that hold this one, because a function may hold itself.
+        """
+        if id(function) in above:
+            return "above"
+        above = (*above, id(function))
+        if isinstance(function, functools.partial):
+            return [
+                "partial",
+                self.by(function.func, above),
+                self.value(function.args, above),
+                self.value(function.keywords, above),
+            ]
+        if isinstance(function, MethodType):
+            method = self.by(function.__func__, above)
+            return ["method", self.value(function.__self__, above), method]
+        if isinstance(function, BuiltinFunctionType | MethodWrapperType):
+            owner = function.__self__
+            alone = owner is None or isinstance(owner, ModuleType | type)
+            return None if alone else ["method", self.value(owner, above), None]
+        code = attribute_of(function, "__code__")
+        if code is None:
+            return None if isinstance(function, type) else self._callable(function, above)
+        # the module of every script is called __main__, so its name is not enough
+        if "<" not in function.__qualname__ and function.__module__ != "__main__":
+            return None
+        cells = [
+            self.value(cell.cell_contents, above)
+            for cell in function.__closure__ or ()
+            if _is_filled(cell)
         ]
-    if isinstance(function, MethodType):
-        return ["method", _value(function.__self__, above), held_by(function.__func__, above)]
-    code = attribute_of(function, "__code__")
-    if code is None:
-        return (
-            None
-            if isinstance(function, BuiltinFunctionType | type)
-            else ["object", _value(attribute_of(function, "__dict__") or {}, above)]
-        )
-    # the module of every script is called __main__, so its name is not enough
-    if "<" not in function.__qualname__ and function.__module__ != "__main__":
-        return None
-    cells = [
-        _value(cell.cell_contents, above) for cell in function.__closure__ or () if _is_filled(cell)
-    ]
+        return [
+            "code",
+            _code(code),
+            cells,
+            self.value(function.__defaults__, above),
+            self.value(function.__kwdefaults__, above),
+        ]
+
+    def _callable(self, function: Any, above: tuple[int, ...]) -> list[Any]:
+        """Returns what a callable object holds."""
+        held = self.value(attribute_of(function, "__dict__") or {}, above)
+        slots = members_of(function)
+        # a function of C code has a name of its own, and what it wraps is in its __dict__
+        whole = not slots and (vars_alone(function) or attribute_of(function, "__qualname__"))
+        return ["object", held, *([] if whole else self._content(function, above))]
+
+    def value(self, value: Any, above: tuple[int, ...]) -> Any:
+        """Returns plain values unchanged, and the type and the content of others."""
+        if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):
+            return [type(value).__name__, repr(value)]
+        if id(value) in above:
+            return "above"
+        if callable(value):
+            known = isinstance(value, type)
+            held = None if known else self._or_named(value, lambda: self.by(value, above))
+            return ["function", name_of(value), held]
+        above = (*above, id(value))
+        if isinstance(value, Mapping):
+            pairs = [[self.value(key, above), self.value(one, above)] for key, one in value.items()]
+            return ["mapping", pairs]
+        if isinstance(value, list | tuple):
+            return ["list", [self.value(item, above) for item in value]]
+        if isinstance(value, set | frozenset):
+            return ["set", sorted(str(self.value(item, above)) for item in value)]
+        return [_kind(value), *self._content(value, above)]
+
+    def _content(self, value: Any, above: tuple[int, ...]) -> list[Any]:
+        """Returns what distinguishes objects of one type; [] if they are all alike."""
+        if id(value) not in self._done:
+            whole = _Held(True, self._done)
+            parts = self._or_named(value, lambda: whole._parts(value, above))
+            self._done[id(value)] = [digest(parts)] if parts else []
+        return self._done[id(value)]
+
+    def _or_named(self, value: Any, read: Callable[[], Any]) -> Any:
+        """Returns what `read` does; for what is not comparable, its `fingerprint` or `version`."""
+        try:
+            return read()
+        except (NotComparableError, RecursionError) as error:
+            named = attribute_of(value, "fingerprint", "version")
+            if isinstance(named, str | int):
+                return [str(named)]
+            if not self._strict:
+                return []
+            if isinstance(error, NotComparableError):
+                raise
+            raise NotComparableError(_kind(value)) from error
+
+    def _parts(self, value: Any, above: tuple[int, ...]) -> list[Any]:
+        if isinstance(value, TOLD_BY_REPR):
+            return [repr(value)]
+        if isinstance(value, ModuleType | logging.Logger):
+            return [value.__name__ if isinstance(value, ModuleType) else value.name]
+        if isinstance(value, re.Pattern):
+            return [self.value(value.pattern, above), value.flags]
+        if isinstance(value, deque):
+            return [self.value(list(value), above), value.maxlen]
+        if type(value) is np.ndarray or isinstance(value, np.generic):
+            array = np.asarray(value)
+            data = array.tolist() if array.dtype.hasobject else digest(array.tobytes().hex())
+            return [str(array.dtype), list(array.shape), self.value(data, above)]
+        slots = members_of(value)
+        if not vars_alone(value, len(slots)) and not isinstance(value, WITHOUT_CONTENT):
+            raise NotComparableError(_kind(value))
+        filled = {name: member.__get__(value) for name, member in slots if hasattr(value, name)}
+        held = (attribute_of(value, "__dict__") or {}) | filled
+        return [self.value(held, above)] if held else []
+
+
+# repr() of these is their content, and the same in every process
+TOLD_BY_REPR = (
+    array.array,
+    bytearray,
+    complex,
+    date,
+    Decimal,
+    EllipsisType,
+    operator.attrgetter,
+    operator.itemgetter,
+    operator.methodcaller,
+    range,
+    slice,
+    time,
+    timedelta,
+    tzinfo,
+    np.dtype,
+)
+WITHOUT_CONTENT = (type(threading.Lock()), type(threading.RLock()))
+
+
+def members_of(value: object) -> list[tuple[str, MemberDescriptorType]]:
+    """Returns the `__slots__` of an object's classes."""
+    every = (vars(kind) for kind in type(value).__mro__)
     return [
-        "code",
-        _code(code),
-        cells,
-        _value(function.__defaults__, above),
-        _value(function.__kwdefaults__, above),
+        (name, member)
+        for members in every
+        if "__slots__" in members
+        for name, member in members.items()
+        if isinstance(member, MemberDescriptorType)
     ]
 
 
-def _value(value: Any, above: tuple[int, ...]) -> Any:
-    """Returns plain values unchanged, and only the type of others.
+def vars_alone(value: object, slots: int = 0) -> bool:
+    """Returns whether an object holds its `__dict__` and `slots` values, and nothing else.
 
-    Nothing else about other values is the same in every process.
+    A type of C code holds more: its objects are larger.
     """
-    if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):
-        return [type(value).__name__, repr(value)]
-    if id(value) in above:
-        return "above"
-    if callable(value):
-        return [
-            "function",
-            name_of(value),
-            None if isinstance(value, type) else held_by(value, above),
-        ]
-    above = (*above, id(value))
-    if isinstance(value, Mapping):
-        return [
-            "mapping",
-            [[_value(key, above), _value(item, above)] for key, item in value.items()],
-        ]
-    if isinstance(value, list | tuple):
-        return ["list", [_value(item, above) for item in value]]
-    if isinstance(value, set | frozenset):
-        return ["set", sorted(str(_value(item, above)) for item in value)]
-    return [f"{type(value).__module__}:{type(value).__qualname__}"]
+    kind: Any = type(value)
+    pointers = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    size = object.__basicsize__ + pointers * POINTER_BYTES
+    return kind.__basicsize__ <= size and not kind.__itemsize__
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
 def _is_filled(cell: Any) -> bool:
