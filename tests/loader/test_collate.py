@@ -150,16 +150,15 @@ def test_the_width_of_rows_that_are_documents():
     assert row_width(lengths, CollateConfig(padding=True)) == 9
     assert row_width(lengths, CollateConfig(padding="max_length", max_length=16)) == 16
     assert row_width(np.array([4, 4]), CollateConfig(padding=False)) == 4
-    for rule, name, more in (
-        (CollateConfig(padding="max_length", max_length=8), "max_length", "raise max_length to"),
-        (CollateConfig(length_buckets=(4, 8)), "length_buckets", "add a bucket of"),
+    cut = "Truncate when tokenizing (max_length=8), pack the rows, or add a bucket of"
+    long = "Shorten the rows where tokens are made, pack the rows, or raise max_length to"
+    for rule, name, fix in (
+        (CollateConfig(padding="max_length", max_length=8), "max_length", long),
+        (CollateConfig(length_buckets=(4, 8)), "length_buckets", cut),
     ):
         with pytest.raises(SourceError) as caught:
             row_width(lengths, rule)
-        assert str(caught.value) == (
-            f"row 1 of the batch: 9 tokens do not fit {name} 8. Truncate when tokenizing "
-            f"(max_length=8), pack the rows, or {more} 9."
-        )
+        assert str(caught.value) == f"row 1 of the batch: 9 tokens do not fit {name} 8. {fix} 9."
     with pytest.raises(
         SourceError,
         match=r"row 2 of the batch: 0 tokens, another row has 9, and padding is "

@@ -265,13 +265,54 @@ def test_the_tokenizer_of_a_saved_folder_is_not_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("content_field", "body"), ("train_on", "completion"), ("length", {"policy": "drop"})],
+    [
+        ("content_field", "body"),
+        ("train_on", "completion"),
+        ("length", {"policy": "drop"}),
+        ("tokenizer_kwargs", {"max_length": 2}),
+        ("tokenizer", {"name_or_path": tokenizer(), "max_length": 2}),
+    ],
 )
 def test_options_of_text_are_refused_on_tokens(tmp_path: Path, option: str, value: object) -> None:
     rows = [{"input_ids": [1, 2, 3]}]
     datasets = [{"name": "x", "data_files": rows, option: value}]
-    with pytest.raises(ConfigError, match=rf"datasets\[0\].{option}: has no effect: .* are tokens"):
+    with pytest.raises(
+        ConfigError, match=rf"datasets\[0\].{option}\S*: has no effect: .* are tokens"
+    ):
         Pipeline(config(tmp_path, datasets=datasets)).source().tokenize()
+
+
+def test_a_max_length_that_text_shares_with_tokens_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = {"text": [{"text": "a b c d"}], "tokens": [{INPUT_IDS: [1, 2, 3]}]}
+    datasets = [{"name": name, "data_files": data} for name, data in rows.items()]
+    options = TokenizerConfig(name_or_path=tokenizer(), max_length=2)
+    for option, given, stage in (
+        ("tokenize.max_length", {}, TokenizeStageConfig(max_length=2)),
+        ("default_tokenizer.max_length", {"default_tokenizer": options}, None),
+    ):
+        caplog.clear()
+        made = Pipeline(config(tmp_path, datasets=datasets, **given)).source().tokenize(stage)
+        found = {name: source.read(0, 0, 1) for name, source in made.get_data().items()}
+        lengths = {name: len(batch.column(INPUT_IDS)[0]) for name, batch in found.items()}
+        assert lengths == {"text": 2, "tokens": 3}
+        assert (
+            f"{option}: has no effect on dataset tokens, whose rows are tokens already and stay "
+            "as long as they are; pack.oversize says what packing does with long ones"
+        ) in caplog.text
+        assert "dataset text" not in caplog.text
+    caplog.clear()
+    width = dataclasses.replace(options, padding="max_length")
+    made = config(tmp_path, datasets=datasets[1:], default_tokenizer=width)
+    loader = Pipeline(made).source().tokenize().load(LoadStageConfig(batch_size=1)).build()
+    assert "has no effect" not in caplog.text
+    with pytest.raises(
+        SourceError,
+        match=r"3 tokens do not fit max_length 2. Shorten the rows where tokens are made, pack the "
+        r"rows, or raise max_length to 3",
+    ):
+        next(iter(loader))
 
 
 def test_tokens_that_were_made_before_are_padded_as_the_tokenizer_says_that_the_config_names(

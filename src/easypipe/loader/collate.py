@@ -273,16 +273,16 @@ def row_width(lengths: Integers, rule: CollateConfig, describe_row: str = "row")
     else:
         width = int(alone_widths(np.array([longest]), rule)[0])
     if longest > width:
-        name, more = (
-            ("length_buckets", "add a bucket of")
+        name, cut, more = (
+            ("length_buckets", f"Truncate when tokenizing (max_length={width})", "add a bucket of")
             if rule.length_buckets
-            else ("max_length", "raise max_length to")
+            # it is set: the tokens came from elsewhere, or the tokenizer has truncation=False
+            else ("max_length", "Shorten the rows where tokens are made", "raise max_length to")
         )
         raise SourceError(
             at=f"{describe_row} {int(lengths.argmax())} of the batch",
             problem=f"{longest} tokens do not fit {name} {width}",
-            fix=f"Truncate when tokenizing (max_length={width}), pack the rows, or {more} "
-            f"{longest}.",
+            fix=f"{cut}, pack the rows, or {more} {longest}.",
         )
     if rule.padding is False and int(lengths.min(initial=longest)) != longest:
         raise SourceError(

@@ -15,7 +15,7 @@ from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Sources
 from easypipe.core.schema import INPUT_IDS, data_columns
 from easypipe.core.values import Arguments
-from easypipe.stages.config import datasets_of, settings_of
+from easypipe.stages.config import datasets_of, settings_of, tokenizer_config_of
 from easypipe.stages.source.columns import kept_columns
 from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
@@ -61,10 +61,7 @@ class TokenizeStage(BaseStage):
                 logger.info(
                     "dataset %s: holds %s already, tokenize() leaves it as it is", name, INPUT_IDS
                 )
-                for option in () if dataset is None else _options_of_text(dataset):
-                    problem = f"has no effect: the rows of dataset {name!r} are tokens already"
-                    at = f"datasets[{number}].{option}"
-                    raise ConfigError(at=at, problem=problem, fix="Leave it out.")
+                _check_tokens(name, number, dataset, stage, context)
                 result[name] = source
                 continue
             require(
@@ -126,6 +123,45 @@ def _choose(
         return with_options(chosen, None if dataset is None else dataset.tokenizer_kwargs)
     except ConfigError as error:
         raise error.under(f"datasets[{number}].tokenizer_kwargs") from None
+
+
+def _check_tokens(
+    name: str,
+    number: int | None,
+    dataset: DatasetConfig | None,
+    stage: TokenizeStageConfig,
+    context: PipelineContext,
+) -> None:
+    """Refuses options of text that a dataset of tokens has, and warns of a shared max_length.
+
+    With padding="max_length" max_length is the width of batches, and so has an effect.
+
+    Raises:
+        ConfigError: The dataset itself has such an option.
+    """
+    own = [] if dataset is None else _options_of_text(dataset)
+    shared = ["tokenize.max_length"] if stage.max_length is not None else []
+    chosen = tokenizer_config_of(name, context)
+    if isinstance(chosen, TokenizerConfig) and chosen.padding != "max_length":
+        if dataset is not None and (dataset.tokenizer_kwargs or {}).get("max_length") is not None:
+            own.append("tokenizer_kwargs.max_length")
+        elif chosen.max_length is not None and dataset is not None and dataset.tokenizer:
+            own.append("tokenizer.max_length")
+        elif chosen.max_length is not None:
+            shared.append("default_tokenizer.max_length")
+    for option in own:
+        raise ConfigError(
+            at=f"datasets[{number}].{option}",
+            problem=f"has no effect: the rows of dataset {name!r} are tokens already",
+            fix="Leave it out.",
+        )
+    for option in shared:
+        logger.warning(
+            "%s: has no effect on dataset %s, whose rows are tokens already and stay as long as "
+            "they are; pack.oversize says what packing does with long ones",
+            option,
+            name,
+        )
 
 
 def _options_of_text(dataset: DatasetConfig) -> list[str]:
