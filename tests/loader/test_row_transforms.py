@@ -154,6 +154,16 @@ def test_another_version_is_another_config():
             r"returned column 'input_ids', int32 of shape \(3,\)",
         ),
         (lambda columns, key: {LOSS_MASK: np.zeros(64)}, r"returned column 'loss_mask', float64"),
+        (
+            lambda columns, key: {INPUT_IDS: np.full(64, 2**33 + 5)},
+            r"row 0: returned 8589934597 in column 'input_ids'. Return integers from 0 to 2147483647",
+        ),
+        (lambda columns, key: {INPUT_IDS: np.full(64, -7)}, "returned -7 in column 'input_ids'"),
+        (
+            lambda columns, key: {LOSS_MASK: np.full(64, 2)},
+            r"returned 2 in column 'loss_mask'. Return integers from 0 to 1 for it",
+        ),
+        (lambda columns, key: columns[LOSS_MASK].fill(-1), "returned -1 in column 'loss_mask'"),
     ],
 )
 def test_what_a_transform_may_not_return(transform, message):

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +33,7 @@ from easypipe import (
 )
 from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
 from easypipe.stages.tokenize.documents import require_documents
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from pipelines import config, tokenizer
 
 PACK = PackStageConfig(seq_length=16)
@@ -280,6 +282,26 @@ def test_options_of_text_are_refused_on_tokens(tmp_path: Path, option: str, valu
         ConfigError, match=rf"datasets\[0\].{option}\S*: has no effect: .* are tokens"
     ):
         Pipeline(config(tmp_path, datasets=datasets)).source().tokenize()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_changed_row_holds_ids_of_the_vocabulary(tmp_path: Path, streaming: bool) -> None:
+    rows = [{INPUT_IDS: [1, 2, 3]}] * 9
+    datasets = [DatasetConfig(name="x", data_files=rows)]
+    chain = Pipeline(config(tmp_path, datasets=datasets, streaming=streaming)).source().tokenize()
+    loader = chain.pack(PACK).load(LoadStageConfig(batch_size=1)).build()
+    size = load_tokenizer(TokenizerConfig(name_or_path=tokenizer())).vocab_size
+
+    def filled(token: int) -> Any:
+        changed = loader.map_rows(lambda row, key: row[INPUT_IDS].fill(token), version="1")
+        return next(iter(changed))[INPUT_IDS]
+
+    assert (filled(size - 1) == size - 1).all()
+    with pytest.raises(
+        SourceError,
+        match=rf"row 0: returned {size} in column 'input_ids'. Return integers from 0 to {size - 1}",
+    ):
+        filled(size)
 
 
 def test_a_max_length_that_text_shares_with_tokens_is_warned_of(

@@ -47,7 +47,7 @@ class MappedRows(DerivedRows):
 
     The key of a row is `fold(seed, "row_transform", n, epoch, row)`, where n counts the transforms
     below this one. Reading raises a SourceError that names the row if the function's result is not
-    a column of it.
+    a column of it, or has a value that is no id of the vocabulary, or neither 0 nor 1 in the mask.
 
     Raises:
         ConfigError: `transform` is not callable, or `version` is empty.
@@ -98,7 +98,10 @@ class MappedRows(DerivedRows):
                     f"row transform {self.transforms[-1][0]!r}, epoch {epoch}, row {row}"
                 )
                 raise
-            for name, values in (made or {}).items():
+            # the function may also have changed columns in place
+            for name, values in (
+                {name: one[name] for name in CHANGEABLE} | dict(made or {})
+            ).items():
                 columns[name][i] = self._checked(name, values, columns[INPUT_IDS].shape[1], row)
         return columns
 
@@ -106,13 +109,21 @@ class MappedRows(DerivedRows):
         return collate(self.gather(rows, width))
 
     def _checked(self, name: str, values: Any, width: int, row: int) -> Integers:
-        array = np.asarray(values)
+        array, at = np.asarray(values), f"row transform {self.transforms[-1][0]!r}, row {row}"
         if name not in CHANGEABLE or array.shape != (width,) or array.dtype.kind not in "iub":
             what = f"column {name!r}, {array.dtype} of shape {array.shape}"
             raise SourceError(
-                at=f"row transform {self.transforms[-1][0]!r}, row {row}",
+                at=at,
                 problem=f"returned {what}",
                 fix=f"Return integers of shape ({width},) for {' and '.join(CHANGEABLE)}, or None.",
+            )
+        most = 1 if name == LOSS_MASK else self.vocab_size - 1
+        outside = array[(array < 0) | (array > most)]
+        if outside.size:
+            raise SourceError(
+                at=at,
+                problem=f"returned {int(outside[0])} in column {name!r}",
+                fix=f"Return integers from 0 to {most} for it.",
             )
         return array
 

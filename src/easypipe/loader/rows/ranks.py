@@ -45,7 +45,7 @@ class DerivedRows(Rows, RowReader):
         self.seq_length, self.pad_token_id = below.seq_length, below.pad_token_id
         self.lengths_are_free, self.by_number = below.lengths_are_free, below.by_number
         self.transforms, self.source_names = below.transforms, below.source_names
-        self.step_sizes = below.step_sizes
+        self.step_sizes, self.vocab_size = below.step_sizes, below.vocab_size
         self._reader = below.open()
         self._first, self._step, self._rank = first, step, rank
 

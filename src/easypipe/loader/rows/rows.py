@@ -16,6 +16,8 @@ from easypipe.core.ledger import Ledger
 from easypipe.core.values import Int32, Int64, Json
 from easypipe.loader.state import LoaderState
 
+MOST_IDS = 1 << 31  # ids of batches are int32
+
 
 class Mark(Protocol):
     """A position in an iteration, if only its reader can describe it."""
@@ -125,6 +127,7 @@ class Rows(Protocol):
             column.
         step_sizes: (step, rows of a training step from there on), if the weights of datasets follow
             the step; () otherwise.
+        vocab_size: All token ids are below it.
     """
 
     seq_length: int | None
@@ -135,6 +138,7 @@ class Rows(Protocol):
     transforms: tuple[tuple[str, str], ...] = ()
     source_names: tuple[str, ...] = ()
     step_sizes: tuple[tuple[int, int], ...] = ()
+    vocab_size: int = MOST_IDS
 
     @property
     def num_rows(self) -> int | None:

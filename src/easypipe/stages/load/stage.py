@@ -44,7 +44,7 @@ from easypipe.loader.config import LoadStageConfig, check_streams, default_strea
 from easypipe.loader.explain import Decoder, Decodes
 from easypipe.loader.loader import Loader
 from easypipe.loader.rows.planned import PlannedRows
-from easypipe.loader.rows.rows import Rows
+from easypipe.loader.rows.rows import MOST_IDS, Rows
 from easypipe.loader.rows.stored import StoredRows
 from easypipe.loader.streams import spec as streams
 from easypipe.loader.streams.feed import Loaded
@@ -125,6 +125,8 @@ class LoadStage(BaseStage):
             seed = context.seed
             require_a_batch(name, rows, options)
             decoder = decoder_of(source)
+        infos = [info for part in parts.values() if (info := token_info(part)) is not None]
+        rows.vocab_size = min(MOST_IDS, max((info.vocab_size for info in infos), default=MOST_IDS))
         if options.source_ids:
             rows = _with_source_ids(rows)
         if isinstance(rows, PlannedRows) and planned is not None:
