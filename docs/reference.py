@@ -445,7 +445,7 @@ def _annotation(cls: type, field: dataclasses.Field[Any]) -> str:
     if "Literal" not in text and any(typing.get_origin(one) is typing.Literal for one in kinds):
         # an alias of the module: its options say more than its name
         text = " | ".join("None" if one is type(None) else str(one) for one in kinds)
-    return re.sub(r"\b(?:[a-z_]+\.)+([A-Z]\w*)", r"\1", text)
+    return re.sub(r"\b(?:[a-z_]+\.)+([A-Z]\w*)", r"\1", text).replace("ListOf[", "list[")
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

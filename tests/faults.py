@@ -1188,7 +1188,7 @@ FAULTS = [
     fault("a repository is told to be set where it is misspelt", "save/config.py", "tests/interop/test_hub.py -k no_sense",
           """'Write "user/name".'""", """'Set it.'"""),
     fault("a bucket that is too small asks for max_length", "loader/collate.py", "tests/loader/test_collate.py -k that_are_documents",
-          '("length_buckets", "add a bucket of")', '("length_buckets", "raise max_length to")'),
+          'max_length={width})", "add a bucket of")', 'max_length={width})", "raise max_length to")'),
     fault("a developer is a speaker that nobody knows", "transforms/chat/worker.py", "tests/transforms/test_chat.py -k no_template_knows",
           '{"system", "developer", "user",', '{"system", "user",'),
     fault("chatgpt says what nobody said", "transforms/chat/conversations.py", "tests/transforms/test_prompts.py -k of_speakers",

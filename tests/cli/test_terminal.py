@@ -75,7 +75,7 @@ def test_the_module_is_the_command() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", done.stdout.strip())
 
 
-@pytest.mark.parametrize("command", sorted(commands()))
+@pytest.mark.parametrize("command", [*sorted(commands()), "cache", "kernels"])
 def test_help_has_examples_that_the_command_takes(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +83,10 @@ def test_help_has_examples_that_the_command_takes(
     text = capsys.readouterr().out
     examples = re.findall(rf"^ +easypipe ({command}.*)$", text, re.MULTILINE)
     assert examples, text
-    options = set(re.findall(r"--?[\w-]+", text.partition("Examples:")[0]))
+    for name in (one for one in commands() if one.startswith(command)):  # also of a group
+        main([*name.split(), "--help"])
+        text += capsys.readouterr().out.partition("Examples:")[0]
+    options = set(re.findall(r"--?[\w-]+", text))
     used = set(re.findall(r"(?<=\s)--?[a-z][\w-]*", " ".join(examples)))
     assert used <= options, used - options
 
@@ -146,6 +149,11 @@ def test_every_key_of_a_run_is_found_with_its_words() -> None:
 )
 def test_names_numbers_and_pipeline_keys_are_found(key: str) -> None:
     assert keys.find(key) is not None
+
+
+@pytest.mark.parametrize("key", ["data.", "train.steps.0", "train.callbacks.0", "seed.x"])
+def test_what_is_no_key_is_not_found(key: str) -> None:
+    assert keys.find(key) is None
 
 
 def test_config_tells_of_a_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -304,6 +304,8 @@ def test_the_command(
     tool, path = of("axolotl-lora-8b")
     out = tmp_path / "sft.yaml"
     assert main(["import", tool, str(path), "--out", str(out)]) == 0
+    assert out.read_text().startswith("# yaml-language-server: $schema=easypipe.schema.json\n")
+    assert (out.parent / "easypipe.schema.json").is_file()
     said = capsys.readouterr().out
     number = path.read_text().splitlines().index("load_in_8bit: true") + 1
     assert f"line {number}, load_in_8bit: quantized weights are not known here" in said

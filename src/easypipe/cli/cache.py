@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from easypipe.cache.folder import CacheFolder
     from easypipe.core.values import JsonObject
 
-cache = typer.Typer(help="List and clear the token cache.", no_args_is_help=True)
+cache = typer.Typer(
+    help="List and clear the token cache.",
+    no_args_is_help=True,
+    epilog=examples("cache list", "cache clear --older-than 30 --dry-run"),
+)
 
 Folder = Annotated[
     str | None,

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from easypipe.cli.init import HEAD
+from easypipe.cli.keys import SCHEMA
 from easypipe.cli.show import say
 from easypipe.core.errors import require
 
@@ -44,7 +46,8 @@ def import_foreign(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
 ) -> None:
     """Convert a config of another tool to one of easypipe. Keys without an equivalent are listed
-    with their lines.
+    with their lines. With --out it also writes easypipe.schema.json into that folder, with which
+    editors complete and check the config.
     """
     from easypipe.core.storage import commit_bytes
     from easypipe.interop.foreign.tools import import_config, lines_left, written
@@ -57,7 +60,8 @@ def import_foreign(
     if out is None:
         typer.echo(text, nl=False)
         return
-    commit_bytes(out, text.encode())
+    commit_bytes(out, f"{HEAD}{text}".encode())
+    commit_bytes(out.parent / SCHEMA.name, SCHEMA.read_bytes())
     say(f"wrote {out}: {len(made.carried)} keys are carried, {len(made.left)} need a look:")
     for line in lines_left(made, config):
         say(f"  {line}", style="yellow")

@@ -11,7 +11,9 @@ from easypipe.cli.arguments import examples
 from easypipe.cli.show import aligned, say
 
 kernels = typer.Typer(
-    help="Measure and show block sizes of the loss kernels.", no_args_is_help=True
+    help="Measure and show block sizes of the loss kernels.",
+    no_args_is_help=True,
+    epilog=examples("kernels tune --vocab 128256 --dtype bfloat16", "kernels table"),
 )
 
 Table = Annotated[

@@ -58,12 +58,15 @@ def find(path: str) -> JsonObject | None:
     Numbers of items, and names that the user gives in a mapping, may be left out.
     """
     parts = [part for part in re.split(r"[.\[\]]+", path) if part]
+    if path.endswith("."):
+        return None
     for kind in KINDS:
         node: JsonObject | None = {"$ref": f"#/$defs/{kind}"}
         for part in parts:
             assert node is not None
             below = children(node)
-            free = part.isdecimal() or "object" in json.dumps(node.get("anyOf", [node]))
+            held = json.dumps(node.get("anyOf", [node]))
+            free = ("array" in held and part.isdecimal()) or "object" in held
             node = below.get(part) or (node if free else None)
             if node is None:
                 break
