@@ -387,13 +387,19 @@ def test_ranks_and_a_weight_schedule_count_the_same_steps(tmp_path: Path, stream
     values = config(tmp_path, mix=mix, streaming=streaming)
     chain = Pipeline(values).source().tokenize().mix().pack({"seq_length": 32})
     two, four = (LoadStageConfig(batch_size=size) for size in (2, 4))
-    with pytest.raises(ConfigError, match=r"mix.weight_schedule: counts steps of 2 rows.*has 4"):
-        chain.copy().load(two).build().of_rank(0, 2)
-    whole = chain.load(four).build()
-    ranks = [list(whole.copy(two).of_rank(rank, 2)) for rank in (0, 1)]
-    for batch, *parts in zip(whole, *ranks, strict=True):
-        rows = {row.tobytes() for part in parts for row in part["input_ids"]}
-        assert rows == {row.tobytes() for row in batch["input_ids"]}
+    small, whole = chain.copy().load(two).build(), chain.load(four).build()
+    for one in (small, whole.copy(two), small.copy(four).copy(two)):
+        ranks = [list(one.of_rank(rank, 2)) for rank in (0, 1)]
+        for batch, *parts in zip(whole, *ranks, strict=True):
+            rows = {row.tobytes() for part in parts for row in part["input_ids"]}
+            assert rows == {row.tobytes() for row in batch["input_ids"]}
+    alone = Loader(whole.rows, two)
+    with pytest.raises(
+        ConfigError,
+        match=r"mix.weight_schedule: counts steps of 4 rows, and such a step has 6. Call load\(\) "
+        r"with a batch_size of 6 for these rows",
+    ):
+        alone.of_rank(0, 3)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

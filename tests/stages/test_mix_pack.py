@@ -430,7 +430,7 @@ def test_packing_decides_the_shuffled_rows_where_the_loader_does_not(
 ) -> None:
     pack = PackStageConfig(seq_length=64, shuffle_buffer_factor=3)
     loader = mixed(tmp_path).pack(pack).load({"batch_size": 4, **own}).build()
-    assert loader.config.shuffle_buffer_size == size
+    assert loader.state().config["shuffle_buffer_size"] == size
 
 
 @pytest.mark.parametrize("pad", [320, 99999])

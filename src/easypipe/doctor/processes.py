@@ -92,7 +92,11 @@ def share(sample: Sample, rank: int) -> list[Batch]:
     whole = _ungrouped(sample)
     sizes = [(step, -(-size // PROCESSES)) for step, size in whole.config.batch_size_schedule]
     size = -(-whole.batch_size // PROCESSES)
-    own = dataclasses.replace(whole.config, batch_size=size, batch_size_schedule=sizes)
+    # if PROCESSES do not divide a batch, pack.shuffle_buffer_factor would give another block
+    block = whole.state().config["shuffle_buffer_size"]
+    own = dataclasses.replace(
+        whole.config, batch_size=size, batch_size_schedule=sizes, shuffle_buffer_size=block
+    )
     loader = whole.copy(own).of_rank(rank, PROCESSES)
     return [
         {name: np.asarray(values) for name, values in batch.items()}

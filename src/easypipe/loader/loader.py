@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 
-from easypipe.core.config import digest
+from easypipe.core.config import digest, fields_of
 from easypipe.core.errors import PlacementError, StallError, StateError, require
 from easypipe.core.ledger import Ledger
 from easypipe.core.values import Batch, Int32, Int64, Json, JsonObject
@@ -28,7 +29,7 @@ from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
 from easypipe.loader.row_transforms import MappedRows, RowTransform
 from easypipe.loader.rows.items import ForwardRows
-from easypipe.loader.rows.ranks import RankRows, check_rank
+from easypipe.loader.rows.ranks import PassRows, RankRows, chain_of, check_rank
 from easypipe.loader.rows.rows import Mark, RowReader, Rows, Share
 from easypipe.loader.state import LoaderState
 from easypipe.loader.steps import Steps
@@ -69,6 +70,8 @@ class Loader:
         seed: The seed of the permutations of `shuffle_buffer_size` and `group_by_length`.
         decoder: The tokenizer of each dataset, for `explain`.
         remember: Saves the plan's checkpoints, for `explain`.
+        recount: Makes the rows of (config, seed), for copies whose training steps have other sizes
+            if weights follow the step.
 
     Raises:
         PlacementError: Batch and mesh do not fit.
@@ -85,6 +88,7 @@ class Loader:
         name: str = "loader",
         decoder: Decoder | None = None,
         remember: Callable[[], None] | None = None,
+        recount: Callable[[LoadStageConfig, int], Rows] | None = None,
     ) -> None:
         self.rows = rows
         self.config = config or LoadStageConfig()
@@ -94,6 +98,7 @@ class Loader:
         self.name = name
         self._decoder = decoder
         self._remember = remember
+        self._recount = recount
         self._seed = seed
         require(
             rows.num_epochs == self.config.num_epochs,
@@ -207,26 +212,17 @@ class Loader:
         """Returns a loader over the rows `rank`, `rank + world_size`, ...
 
         Batch t of all ranks together is batch t of a loader whose batches are world_size times as
-        large. This is for programs with ranks and without a mesh. With drop_last all ranks have
-        equally many batches.
+        large, also where rows are shuffled or grouped by length, and weights follow the step (of
+        streams, if both have the same `num_streams`). This is for programs with ranks and without a
+        mesh. With drop_last all ranks have equally many batches.
 
         Raises:
-            ConfigError: There is no such rank, or weights follow the training step, and one step of
-                all ranks has another number of rows than load() was told.
+            ConfigError: There is no such rank.
         """
         check_rank(rank, world_size)
-        own = ((0, self.batch_size), *self.config.batch_size_schedule)
-        every = tuple((step, size * world_size) for step, size in own)
-        require(
-            self.rows.step_sizes in ((), every),
-            "mix.weight_schedule",
-            f"counts steps of {self.batch_size} rows, and a step of {world_size} ranks has "
-            f"{every[0][1]}",
-            f"Call load() with a batch_size of {every[0][1]}, then "
-            f"loader.copy(LoadStageConfig(batch_size={self.batch_size}, ...)).of_rank(...).",
-        )
+        rows = self._stepped(self.config, world_size)
         return self._clone(
-            RankRows(self.rows, rank, world_size, even=self.config.drop_last), self.config
+            RankRows(rows, rank, world_size, even=self.config.drop_last), self.config
         )
 
     @property
@@ -235,12 +231,68 @@ class Loader:
         return self._seed
 
     def copy(self, config: LoadStageConfig | None = None) -> Loader:
-        """Returns a loader over the same rows with its own iterations, from the first batch.
+        """Returns a loader over the same data with its own iterations, from the first batch.
+
+        It is the one that the pipeline makes with these options, except that copies of streams keep
+        their `num_streams`.
 
         Args:
             config: Its options; None takes those of this loader.
+
+        Raises:
+            ConfigError: A copy cannot have such options; the error names the one that decides how
+                the rows were made.
         """
-        return self._clone(self.rows, config or self.config)
+        config = config or self.config
+        if not self.rows.by_number:
+            self._require_same(config, "shuffle_buffer_size", "of the windows of a stream")
+        if self.rows.world_size > 1:
+            self._require_same(config, "drop_last", "of how rows were divided over ranks")
+        rows = self._stepped(config, 1)
+        if config.source_ids != bool(rows.source_names):
+            rows = rows.with_source_ids(config.source_ids)
+        return self._clone(rows, config)
+
+    def _require_same(self, config: LoadStageConfig, name: str, why: str) -> None:
+        own, asked = (fields_of(one)[name] for one in (self.config, config))
+        require(
+            own == asked,
+            f"load.{name}",
+            f"{asked!r}, but a copy keeps the {own!r} {why}",
+            f"Give {own!r}, or set it in load().",
+        )
+
+    def _stepped(self, config: LoadStageConfig, ranks: int) -> Rows:
+        """Returns the rows; weights that follow the training step count steps of `config` anew.
+
+        Args:
+            config: The options of one rank.
+            ranks: How many times as many ranks as now share a step.
+        """
+        world = self.rows.world_size * ranks
+        own = ((0, config.batch_size), *config.batch_size_schedule)
+        every = tuple((step, size * world) for step, size in own)
+        if self.rows.step_sizes in ((), every):
+            return self.rows
+        derived = [*chain_of(self.rows)]
+        require(
+            self._recount is not None and not any(isinstance(one, PassRows) for one in derived),
+            "mix.weight_schedule",
+            f"counts steps of {self.rows.step_sizes[0][1]} rows, and such a step has {every[0][1]}",
+            f"Call load() with a batch_size of {every[0][1]} for these rows.",
+        )
+        assert self._recount is not None
+        whole = replace(
+            config,
+            batch_size=every[0][1],
+            batch_size_schedule=every[1:],
+            num_epochs=self.rows.num_epochs,
+            source_ids=bool(self.rows.source_names),
+        )
+        rows = self._recount(whole, self._seed)
+        for one in reversed(derived):
+            rows = one.over(rows)
+        return rows
 
     def batch(self, step: int) -> Batch:
         """Makes batch `step` (from 0) in this thread, as the iteration would yield it.
@@ -416,6 +468,7 @@ class Loader:
             "name": self.name,
             "decoder": self._decoder,
             "remember": self._remember,
+            "recount": self._recount,
         }
 
     def _clone(self, rows: Rows, config: LoadStageConfig, seed: int | None = None) -> Loader:

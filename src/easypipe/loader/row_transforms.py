@@ -17,7 +17,7 @@ from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.core.values import Int32, Int64, Integers
 from easypipe.loader.collate import collate
 from easypipe.loader.rows.ranks import DerivedRows, innermost
-from easypipe.loader.rows.rows import Rows
+from easypipe.loader.rows.rows import RowReader, Rows
 
 CHANGEABLE = (INPUT_IDS, LOSS_MASK)
 
@@ -66,13 +66,22 @@ class MappedRows(DerivedRows):
             f"{version!r} is not a version",
             "Give text, and change it when the function changes.",
         )
+        self._transform, self._seed = transform, seed
+        self._named = _name(transform), version
         super().__init__(rows, rows.num_epochs)
-        self.transforms = (*rows.transforms, (_name(transform), version))
-        self._transform = transform
-        self._seed = seed
+
+    def _take(self, below: Rows) -> None:
+        super()._take(below)
+        self.transforms = (*below.transforms, self._named)
 
     def arrange(self, rows: Int64) -> Int64:
         return self._reader.arrange(rows)
+
+    def whole(self) -> RowReader:
+        return self._reader.whole()
+
+    def positions(self, own: Int64) -> Int64:
+        return self._reader.positions(own)
 
     def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
         columns = self._reader.gather(rows, width)

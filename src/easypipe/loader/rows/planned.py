@@ -22,7 +22,13 @@ from easypipe.core.schema import LOSS_MASK
 from easypipe.core.values import Int32, Int64, Json, UInt64
 from easypipe.loader.rows.aligned import joined_columns
 from easypipe.loader.rows.gather import Tables, eos_ids, tables
-from easypipe.loader.rows.rows import NumberedRows, RowReader, Share, default_width
+from easypipe.loader.rows.rows import (
+    NumberedRows,
+    RowReader,
+    Share,
+    default_width,
+    require_no_source_ids,
+)
 from easypipe.loader.rows.write import RowWriter
 from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
 from easypipe.plan.spec import choices, in_words
@@ -114,11 +120,11 @@ class PlannedRows(NumberedRows):
         }
         self._end: int | None = None  # rows of the run, once the scan has reached the end
 
-    def with_source_ids(self) -> PlannedRows:
-        """Returns the same rows, with the column `source_ids` in their batches."""
+    def with_source_ids(self, wanted: bool = True) -> PlannedRows:
+        require_no_source_ids(self.aligned)
         other = copy.copy(self)
-        other.source_names = tuple(dataset.name for dataset in self.plan.datasets)
-        other._writer = dataclasses.replace(self._writer, source_ids=True)
+        other.source_names = tuple(d.name for d in self.plan.datasets) if wanted else ()
+        other._writer = dataclasses.replace(self._writer, source_ids=wanted)
         return other
 
     @property

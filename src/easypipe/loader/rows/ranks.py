@@ -7,9 +7,9 @@ epochs (epochs.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -36,26 +36,37 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 class DerivedRows(Rows, RowReader):
-    """The rows of `below` with other numbers: row n is row `first + n * step + rank` of those."""
+    """The rows of `below` with other numbers: row n is row `first + n` of those."""
 
-    def __init__(
-        self, below: Rows, num_epochs: int | None, *, first: int = 0, step: int = 1, rank: int = 0
-    ) -> None:
-        self.below, self.num_epochs = below, num_epochs
+    def __init__(self, below: Rows, num_epochs: int | None, *, first: int = 0) -> None:
+        self.num_epochs, self._first = num_epochs, first
+        self._take(below)
+
+    def _take(self, below: Rows) -> None:
+        self.below = below
         self.seq_length, self.pad_token_id = below.seq_length, below.pad_token_id
         self.lengths_are_free, self.by_number = below.lengths_are_free, below.by_number
         self.transforms, self.source_names = below.transforms, below.source_names
         self.step_sizes, self.vocab_size = below.step_sizes, below.vocab_size
+        self.shuffle_buffer_factor, self.world_size = below.shuffle_buffer_factor, below.world_size
         self._reader = below.open()
-        self._first, self._step, self._rank = first, step, rank
+
+    def over(self, below: Rows) -> Self:
+        """Returns the same selection of other rows."""
+        other = copy.copy(self)
+        other._take(below)
+        return other
+
+    def with_source_ids(self, wanted: bool = True) -> Self:
+        return self.over(self.below.with_source_ids(wanted))
 
     def row_below(self, row: Any) -> Any:
         """Returns the number in `below` of a row; takes a number or an array of numbers."""
-        return self.first_below(row) + self._rank
+        return self._first + row
 
-    def first_below(self, row: Any) -> Any:
+    def first_below(self, row: int) -> int:
         """Returns the first row in `below` that `row` or a later one needs, on any rank."""
-        return self._first + row * self._step
+        return self._first + row
 
     def _own(self, total: int) -> int:
         """Returns how many of these rows are among the first `total` rows of `below`."""
@@ -125,10 +136,11 @@ class DerivedRows(Rows, RowReader):
 
 
 class RankRows(DerivedRows):
-    """The rows `rank`, `rank + world_size`, ... of other rows.
+    """The rows at positions `rank`, `rank + world_size`, ... of the order of other rows.
 
-    Each row belongs to one rank, and batch t of all ranks together is rows `t * world_size *
-    batch_size` onward. So the rows of a batch do not depend on the number of ranks.
+    Each row belongs to one rank, and batch t of all ranks together is positions `t * world_size *
+    batch_size` onward. So the rows of a batch do not depend on the number of ranks. Rows keep the
+    numbers that they have in `below`, because they are permuted before they are divided.
 
     Args:
         even: Whether to leave out up to world_size - 1 last rows, so that all ranks have equally
@@ -137,8 +149,21 @@ class RankRows(DerivedRows):
     """
 
     def __init__(self, rows: Rows, rank: int, world_size: int, *, even: bool) -> None:
-        super().__init__(rows, rows.num_epochs, step=world_size, rank=rank)
-        self._even = even
+        self._step, self._rank, self._even = world_size, rank, even
+        super().__init__(rows, rows.num_epochs)
+
+    def _take(self, below: Rows) -> None:
+        super()._take(below)
+        self.world_size = below.world_size * self._step
+
+    def first_below(self, row: int) -> int:
+        return row * self._step
+
+    def whole(self) -> RowReader:
+        return self._reader.whole()
+
+    def positions(self, own: Int64) -> Int64:
+        return self._reader.positions(own * self._step + self._rank)
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -180,6 +205,13 @@ class PassRows(DerivedRows):
     def _own(self, total: int) -> int:
         most = self.num_rows
         return super()._own(total) if most is None else min(super()._own(total), most)
+
+
+def chain_of(rows: Rows) -> Iterator[DerivedRows]:
+    """Yields the selections that rows are, the outermost first."""
+    while isinstance(rows, DerivedRows):
+        yield rows
+        rows = rows.below
 
 
 def innermost(rows: Rows, row: int) -> tuple[Rows, int]:

@@ -5,13 +5,14 @@ row     a row of the whole run, over all epochs; the same on every process
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.aligned import SOURCE_IDS, AlignedColumn
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.ledger import Ledger
 from easypipe.core.values import Int32, Int64, Json
 from easypipe.loader.state import LoaderState
@@ -95,6 +96,14 @@ class RowReader(Protocol):
         """Returns consecutive rows in the order in which a batch has them."""
         return rows
 
+    def whole(self) -> RowReader:
+        """Returns the reader of the same rows of all ranks."""
+        return self
+
+    def positions(self, own: Int64) -> Int64:
+        """Returns where positions among this rank's rows are among the rows of all ranks."""
+        return own
+
     def mark(self, row: int) -> Mark | None:
         """Returns the position after the first `row` rows; None if the number is enough.
 
@@ -128,6 +137,9 @@ class Rows(Protocol):
         step_sizes: (step, rows of a training step from there on), if the weights of datasets follow
             the step; () otherwise.
         vocab_size: All token ids are below it.
+        shuffle_buffer_factor: How many batches of rows are permuted together if the loader's
+            shuffle_buffer_size is None; None permutes no rows.
+        world_size: Over how many ranks the rows of a batch are divided.
     """
 
     seq_length: int | None
@@ -139,6 +151,8 @@ class Rows(Protocol):
     source_names: tuple[str, ...] = ()
     step_sizes: tuple[tuple[int, int], ...] = ()
     vocab_size: int = MOST_IDS
+    shuffle_buffer_factor: int | None = None
+    world_size: int = 1
 
     @property
     def num_rows(self) -> int | None:
@@ -170,6 +184,18 @@ class Rows(Protocol):
         """More settings that decide which rows are in a batch, for the states of loaders."""
         return {}
 
+    def with_source_ids(self, wanted: bool = True) -> Rows:
+        """Returns the same rows, with the column `source_ids` in their batches, or without it.
+
+        Raises:
+            ConfigError: The rows do not know their datasets.
+        """
+        raise ConfigError(
+            at="load.source_ids",
+            problem="rows that were saved packed do not say which dataset a token is of",
+            fix="Load the datasets that were packed, or leave it out.",
+        )
+
     def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
         """Returns a reader of the rows after `state`, or from the first one on.
 
@@ -196,6 +222,16 @@ class Rows(Protocol):
             problem="these rows have numbers: where everything went follows from the plan",
             fix="Ask Pipeline.ledger().",
         )
+
+
+def require_no_source_ids(aligned: Sequence[AlignedColumn]) -> None:
+    """Raises ConfigError if a dataset has a column of the name of ours."""
+    require(
+        SOURCE_IDS not in [column.name for column in aligned],
+        "load.source_ids",
+        f"a dataset has a column {SOURCE_IDS!r} of its own",
+        "Rename that column, or leave it out.",
+    )
 
 
 class NumberedRows(Rows, RowReader, Protocol):

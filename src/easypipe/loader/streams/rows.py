@@ -39,7 +39,13 @@ from easypipe.core.values import Int32, Int64, Json, UInt64
 from easypipe.loader.placement import gather_bytes
 from easypipe.loader.prefetch import ReadPool
 from easypipe.loader.rows.gather import Tables, eos_ids
-from easypipe.loader.rows.rows import RowReader, Rows, Share, default_width
+from easypipe.loader.rows.rows import (
+    RowReader,
+    Rows,
+    Share,
+    default_width,
+    require_no_source_ids,
+)
 from easypipe.loader.rows.write import RowWriter
 from easypipe.loader.state import LoaderState
 from easypipe.loader.streams.feed import Deal, Forward, Place
@@ -130,10 +136,10 @@ class StreamRows(Rows):
     def settings(self) -> Json:
         return {"streaming": True, "num_streams": self.spec.num_streams}
 
-    def with_source_ids(self) -> StreamRows:
-        """Returns the same rows, with the column `source_ids` in their batches."""
+    def with_source_ids(self, wanted: bool = True) -> StreamRows:
+        require_no_source_ids(self.aligned)
         other = copy.copy(self)
-        other.source_names = tuple(self.names)
+        other.source_names = tuple(self.names) if wanted else ()
         return other
 
     def with_seed(self, seed: int) -> StreamRows:

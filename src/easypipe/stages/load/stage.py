@@ -18,7 +18,7 @@ from easypipe.cache.encoder import EncodedDocuments
 from easypipe.cache.manifest import Counts
 from easypipe.cache.reader import TokenCache
 from easypipe.cache.verify import same_tokenizer_again
-from easypipe.core.aligned import SOURCE_IDS, values_of
+from easypipe.core.aligned import values_of
 from easypipe.core.config import digest, fields_of
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError, require
 from easypipe.core.protocols import (
@@ -127,8 +127,10 @@ class LoadStage(BaseStage):
             decoder = decoder_of(source)
         infos = [info for part in parts.values() if (info := token_info(part)) is not None]
         rows.vocab_size = min(MOST_IDS, max((info.vocab_size for info in infos), default=MOST_IDS))
+        if planned is not None:
+            rows.shuffle_buffer_factor = planned.shuffle_buffer_factor
         if options.source_ids:
-            rows = _with_source_ids(rows)
+            rows = rows.with_source_ids()
         if isinstance(rows, PlannedRows) and planned is not None:
             remember = partial(planned.mixture.remember, rows.plan)
             if (
@@ -145,19 +147,29 @@ class LoadStage(BaseStage):
             name=f"loader of {name!r}",
             decoder=decoder,
             remember=remember,
+            recount=partial(self._recounted, name, source, context),
         )
+
+    def _recounted(
+        self,
+        name: str,
+        source: ShardedSource,
+        context: PipelineContext,
+        config: LoadStageConfig,
+        seed: int,
+    ) -> Rows:
+        """Returns the rows of a loader with other training steps, which weights may follow."""
+        rows = LoadStage(config).open(name, _stepped(source, config), context).rows
+        return rows.with_seed(seed) if isinstance(rows, StreamRows) else rows
 
     def _options(self, name: str, planned: PlannedSource | None) -> LoadStageConfig:
         """Returns the config with the options that the mixture and packing decide.
 
-        A mixture that restarts has no epochs, and packing may set the size of shuffled blocks.
+        A mixture that restarts has no epochs.
         """
         options = self.config
         if planned is None:
             return options
-        factor = planned.shuffle_buffer_factor
-        if factor is not None and options.shuffle_buffer_size is None:
-            options = dataclasses.replace(options, shuffle_buffer_size=factor * options.batch_size)
         if not planned.mixture.restarts:
             return options
         if options.num_epochs not in (1, None):
@@ -230,23 +242,6 @@ def _with_policy(name: str, source: ShardedSource, context: PipelineContext) -> 
         "Leave it out, or give the documents that were packed.",
     )
     return source
-
-
-def _with_source_ids(rows: Rows) -> PlannedRows | StreamRows:
-    """Returns the rows with the number of each token's dataset."""
-    if not isinstance(rows, PlannedRows | StreamRows):
-        raise ConfigError(
-            at="load.source_ids",
-            problem="rows that were saved packed do not say which dataset a token is of",
-            fix="Load the datasets that were packed, or leave it out.",
-        )
-    require(
-        SOURCE_IDS not in [column.name for column in rows.aligned],
-        "load.source_ids",
-        f"a dataset has a column {SOURCE_IDS!r} of its own",
-        "Rename that column, or leave it out.",
-    )
-    return rows.with_source_ids()
 
 
 def _tokenizer_options(
