@@ -9,12 +9,15 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,15 @@ import forked
 import pipelines
 from easypipe import (
     DatasetConfig,
+    Drop,
+    Filter,
     LoadStageConfig,
     MixStageConfig,
     PackStageConfig,
     Pipeline,
     PipelineConfig,
     SaveStageConfig,
+    ShardedDataSource,
 )
 from easypipe.core.config import from_dict
 from easypipe.core.errors import (
@@ -958,6 +964,74 @@ def test_rows_are_transformed_wherever_they_are_read(tmp_path: Path) -> None:
     assert sorted(rows)[-len(wanted) :] == sorted(wanted)
     with pytest.raises(StateError, match="row_transforms"):
         make().restore(build(tmp_path, num_streams=2).state())
+
+
+def only_long(row: dict[str, Any]) -> bool:
+    return len(row["text"]) > 40
+
+
+class Opened:
+    """Holds what nothing can compare with that of another process."""
+
+    def __init__(self) -> None:
+        self.file, self.least = sys.stdout, 40
+
+
+def longer_than(held: Opened, row: dict[str, Any]) -> bool:
+    return len(row["text"]) > held.least
+
+
+class Unversioned(ShardedDataSource):
+    shard_names = ("all",)
+
+    def open_shard(self, shard_name: str) -> Iterator[dict[str, Any]]:
+        yield from ({"text": text} for text in pipelines.texts(60))
+
+
+@pytest.mark.parametrize(
+    ("source", "transform", "lacking"),
+    [
+        (None, lambda: Filter(only_long), r"\S*test_streaming:only_long has no version"),
+        (
+            None,
+            lambda: Drop("n") >> Filter(partial(longer_than, Opened()), version="1"),
+            r"\S*longer_than holds a value of type \S+",
+        ),
+        (Unversioned(), None, r"\S*test_streaming:Unversioned has no version"),
+        (lambda: Unversioned().open_shard(""), None, r"\S*<lambda> has no version"),
+    ],
+)
+def test_states_without_a_version_are_said_to_be_of_no_use_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: Any, transform: Any, lacking: str
+) -> None:
+    rows = source or [{"text": text, "n": 1} for text in pipelines.texts(60)]
+
+    def make(seed: int = 7) -> Loader:
+        values = pipelines.config(
+            tmp_path, datasets=[{"name": "a", "data_files": rows}], streaming=True, seed=seed
+        )
+        chain = Pipeline(values).source()
+        if transform is not None:
+            chain = chain.transform(transform())
+        return chain.tokenize().pack({"seq_length": 32}).load({"batch_size": 2}).build()
+
+    loader = make()
+    assert re.search(
+        "streaming: no state of this run can be restored in another process, nor in another "
+        "loader of this one, because nothing tells whether the rows are the same: dataset 'a': "
+        rf"{lacking}. Give it a version \(version=\.\.\., or its attribute `version`\)",
+        caplog.text,
+    )
+    state = loader.state()
+    loader.restore(state)
+    told = f"nothing tells whether the sources are those of this state: dataset 'a': {lacking}"
+    with pytest.raises(
+        StateError,
+        match=rf"{told}. Give it a version, and start a new run, whose states can be restored",
+    ):
+        make().restore(state.to_json())
+    with pytest.raises(StateError, match=rf"{told}; plan changed since this state was saved"):
+        make(seed=8).restore(state.to_json())
 
 
 def test_ranks_share_the_rows_of_streams(tmp_path: Path) -> None:

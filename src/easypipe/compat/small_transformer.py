@@ -373,6 +373,7 @@ class EncodeTexts(ColumnTransform):
         version, vocabulary = attribute_of(tokenizer, "version"), vocabulary_of(tokenizer)
         self.cacheable, self._held = version is not None, held_by(tokenizer)
         if not self.cacheable:
+            self.unversioned = (f"{name_of(tokenizer)} has no version",)
             warn_unversioned("tokenizer", name_of(tokenizer))
         ends = self._own.eos_token_id, self._own.pad_token_id
         known = (

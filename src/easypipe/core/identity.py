@@ -111,13 +111,16 @@ class UserFunction:
         version = version if version is not None else attribute_of(self._call, "version")
         held: Any = secrets.token_hex(16)
         self.cacheable = version is not None
+        self.unversioned: tuple[str, ...] = ()  # why it is not cacheable
         if version is None:
+            self.unversioned = (f"{self.name} has no version",)
             warn_unversioned(of, self.name)
         else:
             try:
                 held = held_by(self._call, strict=True)
             except NotComparableError as error:
                 self.cacheable = False
+                self.unversioned = (f"{self.name} holds a value of type {error}",)
                 warn_not_comparable(of, self.name, str(error))
         self.fingerprint = (
             digest("function", self.name, str(version), held)

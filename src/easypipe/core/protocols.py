@@ -284,6 +284,7 @@ class SourceInfo:
         turns: How conversations were written, if these are their tokens.
         pairs: Whether every row is a preference pair, which must stay in one row of a batch.
         cacheable: Whether these rows have the same fingerprint in the next process.
+        unversioned: If not: why, such as "function m:f has no version".
         uncounted: Whether it accepts shards without `num_rows`; `at_end` then tells their end.
         checks_text: Whether every string that it returns has been checked to be UTF-8.
         bytes_per_row: The bytes of a row's values, if all rows have the same size.
@@ -296,6 +297,7 @@ class SourceInfo:
     turns: Turns | None = None
     pairs: bool = False
     cacheable: bool = True
+    unversioned: tuple[str, ...] = ()
     uncounted: bool = False
     checks_text: bool = False
     bytes_per_row: int | None = None

@@ -417,6 +417,7 @@ class Loader:
                     "stream "
                     "cannot start at another place."
                 )
+            self._tell_unversioned(error, saved)
             raise
         reader = self.rows.open(state)
         # no digest tells how many rows a stream has
@@ -439,6 +440,16 @@ class Loader:
         self._restored = self._entry = self._kept_entry = state
         self._latest, self._mark, self._kept = After(state.batch, state.row), None, None
         self._newest += 1  # an iteration in progress no longer moves `state()`
+
+    def _tell_unversioned(self, error: StateError, saved: LoaderState) -> None:
+        """Says in an error about a changed state if nothing tells whether the sources changed."""
+        told, sources = "; ".join(self.rows.unversioned), saved.components.get("sources")
+        if not told or sources is None or sources == self._components["sources"]:
+            return
+        others = saved.changed({**self._components, "sources": sources}, self._words)[1]
+        problem = f"nothing tells whether the sources are those of this state: {told}"
+        error.problem = f"{problem}; {others}" if others else problem
+        error.fix = "Give it a version, and start a new run, whose states can be restored."
 
     def _by_number(self, place: str) -> RowReader:
         """Returns a reader of rows that are found by number.

@@ -47,6 +47,7 @@ class DerivedRows(Rows, RowReader):
         self.seq_length, self.pad_token_id = below.seq_length, below.pad_token_id
         self.lengths_are_free, self.by_number = below.lengths_are_free, below.by_number
         self.transforms, self.source_names = below.transforms, below.source_names
+        self.unversioned = below.unversioned
         self.step_sizes, self.vocab_size = below.step_sizes, below.vocab_size
         self.shuffle_buffer_factor, self.world_size = below.shuffle_buffer_factor, below.world_size
         self._reader = below.open()

@@ -140,6 +140,8 @@ class Rows(Protocol):
         shuffle_buffer_factor: How many batches of rows are permuted together if the loader's
             shuffle_buffer_size is None; None permutes no rows.
         world_size: Over how many ranks the rows of a batch are divided.
+        unversioned: Why the sources of another loader cannot be compared with these, such as
+            "dataset 'a': m:f has no version"; () if they can.
     """
 
     seq_length: int | None
@@ -153,6 +155,7 @@ class Rows(Protocol):
     vocab_size: int = MOST_IDS
     shuffle_buffer_factor: int | None = None
     world_size: int = 1
+    unversioned: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int | None:

@@ -244,7 +244,8 @@ class OwnSource(Source):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(cacheable=self.cacheable, uncounted=True)
+        why = () if self.cacheable else (f"{self._given.label} has no version",)
+        return SourceInfo(cacheable=self.cacheable, unversioned=why, uncounted=True)
 
     @property
     def fingerprint(self) -> str:

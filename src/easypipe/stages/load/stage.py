@@ -115,6 +115,7 @@ class LoadStage(BaseStage):
         decoder = remember = None
         if streaming:
             rows = _stream_rows(name, planned, context, options)
+            rows.unversioned = _unversioned(parts)
             seed = rows.spec.plan.seed
         else:
             rows: Rows = (
@@ -175,6 +176,25 @@ class LoadStage(BaseStage):
         if options.num_epochs not in (1, None):
             raise restarts(options.num_epochs, repr(name), endless=planned.mixture.endless)
         return dataclasses.replace(options, num_epochs=None)
+
+
+def _unversioned(parts: Mapping[str, ShardedSource]) -> tuple[str, ...]:
+    """Returns why states of a stream can be restored in no other loader, and warns of it."""
+    found = tuple(
+        f"dataset {part!r}: {why}"
+        for part, source in parts.items()
+        for info in [info_of(source)]
+        for why in info.unversioned or ([] if info.cacheable else ["its rows have no version"])
+    )
+    if found:
+        log.warning(
+            "streaming: no state of this run can be restored in another process, nor in another "
+            "loader of this one, because nothing tells whether the rows are the same: %s. Give it "
+            "a version (version=..., or its attribute `version`), and change it whenever the "
+            "rows change.",
+            "; ".join(found),
+        )
+    return found
 
 
 def as_planned(

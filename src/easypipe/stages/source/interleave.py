@@ -215,6 +215,7 @@ class InterleavedSource(Source):
             tokens=first.tokens if same else None,
             turns=first.turns if same else None,
             cacheable=all(one.cacheable for one in every),
+            unversioned=tuple(dict.fromkeys(why for one in every for why in one.unversioned)),
             aligned=tuple(dict.fromkeys(name for one in every for name in one.aligned)),
         )
 

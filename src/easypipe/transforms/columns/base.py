@@ -127,6 +127,7 @@ class ColumnTransform(ABC):
         drops: Whether it may leave rows out.
         fan_out: The most rows that one row becomes.
         cacheable: Whether tokens of its rows may be kept in the token cache.
+        unversioned: If not: why.
         tokens: The tokenizer of its rows, if they are tokens.
         reads: The columns that it needs besides those that its caller wants; None: it may read any.
         makes: A column that it makes, and does not read.
@@ -135,6 +136,7 @@ class ColumnTransform(ABC):
     drops: bool = False
     fan_out: int = 1
     cacheable: bool = True
+    unversioned: tuple[str, ...] = ()
     tokens: TokenInfo | None = None
     reads: Sequence[str] | None = None
     makes: str | None = None
@@ -256,6 +258,7 @@ class Chain(ColumnTransform):
         self.drops = any(step.drops for step in self.steps)
         self.fan_out = prod(step.fan_out for step in self.steps)
         self.cacheable = all(step.cacheable for step in self.steps)
+        self.unversioned = tuple(why for step in self.steps for why in step.unversioned)
 
     @property
     def fingerprint(self) -> str:
@@ -298,6 +301,8 @@ class _Adapted(ColumnTransform):
         for name, value in lacking.items():
             # A user's transform may lack any of these attributes.
             setattr(self, name, getattr(own, name, value))
+        if not self.cacheable:
+            self.unversioned = (f"the transform {type(own).__name__} is not cacheable",)
 
     @property
     def fingerprint(self) -> str:
@@ -414,6 +419,7 @@ class TransformedSource(Source):
             tokens=own or below.tokens,
             turns=below.turns if own is None else None,
             cacheable=self.transform.cacheable and below.cacheable,
+            unversioned=(*below.unversioned, *self.transform.unversioned),
             aligned=tuple(name for name in below.aligned if name in self._schema.names),
         )
 

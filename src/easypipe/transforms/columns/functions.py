@@ -73,6 +73,7 @@ class Map(ColumnTransform):
         )
         self.batched = batched
         self.cacheable = self.function.cacheable
+        self.unversioned = self.function.unversioned
         self._checked = False
 
     @property
@@ -199,6 +200,7 @@ class Filter(ColumnTransform):
             "Leave version out.",
         )
         self.cacheable = not isinstance(self.test, UserFunction) or self.test.cacheable
+        self.unversioned = self.test.unversioned if isinstance(self.test, UserFunction) else ()
 
     @property
     def fingerprint(self) -> str:
@@ -295,6 +297,7 @@ class Expand(ColumnTransform):
         self.types = column_types(columns, "Expand.columns")
         self.fan_out = most
         self.cacheable = isinstance(self.by, str) or self.by.cacheable
+        self.unversioned = () if isinstance(self.by, str) else self.by.unversioned
 
     @property
     def fingerprint(self) -> str:
