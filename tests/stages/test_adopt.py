@@ -31,10 +31,19 @@ from easypipe import (
     TokenizerConfig,
     TokenizeStageConfig,
 )
-from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    COMPLETION_MASK,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    SEGMENT_IDS,
+)
 from easypipe.stages.tokenize.documents import require_documents
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from pipelines import config, tokenizer
+
+MASKS = {LOSS_MASK, COMPLETION_MASK}
 
 PACK = PackStageConfig(seq_length=16)
 
@@ -142,6 +151,11 @@ def test_the_cache_is_opened_where_it_stands_and_made_again_where_it_is_damaged(
             r"row 1, column 'loss_mask': not as long as input_ids",
         ),
         (
+            {INPUT_IDS: [1, 2], LOSS_MASK: [1, 256]},
+            r"row 1, column 'loss_mask': token 1 has 256. Give 1 for a target and 0 for any other "
+            "token, or leave the row out",
+        ),
+        (
             {INPUT_IDS: [1, 2], ATTENTION_MASK: [1, 0]},
             r"row 1, column 'attention_mask': the row is padded. Save the tokens without",
         ),
@@ -184,12 +198,20 @@ def test_bad_token_rows_are_quarantined_and_counted_against_the_budget(tmp_path:
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
-    "broken", [{INPUT_IDS: [1, 999, 1], LABELS: [1, 999, 1]}, {LABELS: [2]}, {LABELS: [3, 3, 3]}]
+    "broken",
+    [
+        {INPUT_IDS: [1, 999, 1], LABELS: [1, 999, 1]},
+        {LABELS: [2]},
+        {LABELS: [3, 3, 3]},
+        {LOSS_MASK: [0, 2, 1]},
+        {COMPLETION_MASK: [0, 1, -1]},
+    ],
 )
 def test_a_bad_row_is_named_by_its_place_in_the_file_however_it_is_read(
     tmp_path: Path, kind: str, streaming: bool, broken: dict
 ) -> None:
     rows = [{INPUT_IDS: [1, 1, 1], LABELS: [1, 1, 1], "n": n} for n in range(9)]
+    rows = [row | {name: [0, 1, 1] for name in MASKS & set(broken)} for row in rows]
     rows[7] |= broken
     lines = [json.dumps(row) + "\n" for row in rows]
     (tmp_path / "x.jsonl").write_text("".join(lines))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import laws
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.protocols import Shard, Source, Transform
+from easypipe.core.protocols import Shard, Source, Transform, bad_of, scan
 from easypipe.core.schema import ROW_NUMBER, with_row_numbers
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.transforms.columns.base import Chain, TransformedSource
@@ -453,6 +453,36 @@ def test_a_batch_function_that_looks_at_its_neighbours_is_refused() -> None:
         SourceError, match=r"returned 1 rows of 'n' for 3. Return a value for each row"
     ):
         one(Map(lambda batch: {"n": [1]}, batched=True, version="1"), n=[1, 2, 3])
+
+
+def test_a_column_that_is_left_out_is_no_null() -> None:
+    def some(row: dict[str, Any]) -> dict[str, Any]:
+        return {} if row["n"] == 2 else {"size": None, "text": "b"}
+
+    rows = {"text": ["a", "a"], "n": [1, 2]}
+    made = Map(some, columns={"size": "int64"}, version="1")
+    source = InMemoryShardedSource(rows)
+    found = scan(TransformedSource(source, made, on_error="skip"), 0, 0, 2)
+    assert found.batch.select(["text", "n", "size"]).to_pylist() == [
+        {"text": "b", "n": 1, "size": None}
+    ]
+    [reject] = found.rejects
+    assert (reject.row, reject.reason) == (1, "map_failed")
+    assert reject.detail.endswith("some returned no column 'size'; None makes a null")
+    # the old value stays where it leaves out a column that is there
+    assert one(Map(lambda row: {}, version="1"), **rows)["text"] == ["a", "a"]
+    several = Expand(lambda row: [some(row)], most=2, columns={"size": "int64"}, version="1")
+    [reject] = bad_of(scan(TransformedSource(source, several, on_error="skip"), 0, 0, 4).rejects)
+    assert (reject.row, reject.reason) == (2, "expand_failed")
+    batched = Map(lambda batch: {}, columns={"size": "int64"}, batched=True, version="1")
+    with pytest.raises(
+        SourceError,
+        match=r"returned no column 'size'. Return it, with None for nulls alone, or leave it out of "
+        r"columns",
+    ):
+        one(batched, **rows)
+    nulls = Map(lambda batch: {"size": None}, columns={"size": "int64"}, batched=True, version="1")
+    assert one(nulls, **rows)["size"] == [None, None]
 
 
 def test_without_a_version_nothing_is_known_in_the_next_process(

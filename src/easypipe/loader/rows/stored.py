@@ -459,9 +459,17 @@ def decode(
                 "loader. Or leave the column out.",
             )
         columns[LABELS] = (labels != IGNORE).astype(np.int32)
+    for name in (name for name in TARGET_COLUMNS if name in columns):
+        wrong = np.flatnonzero((columns[name] < 0) | (columns[name] > 1))
+        if wrong.size:
+            row = np.searchsorted(offsets, wrong[0], side="right") - 1
+            raise SourceError(
+                at=where(row, name),
+                problem=f"token {int(wrong[0] - offsets[row])} has {columns[name][wrong[0]]}",
+                fix="Give 1 for a target and 0 for any other token, or leave the row out.",
+            )
     if targets := [columns.pop(name) for name in TARGET_COLUMNS if name in columns]:
-        flags = [(mask != 0).astype(np.int32) for mask in targets]
-        columns[LOSS_MASK] = functools.reduce(np.minimum, flags)
+        columns[LOSS_MASK] = functools.reduce(np.minimum, targets)
     return Block(
         offsets, columns, _look_ahead(batch.column(LOOK_AHEAD), at) if LOOK_AHEAD in names else None
     )

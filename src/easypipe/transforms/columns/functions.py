@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,11 @@ class Map(ColumnTransform):
         made: dict[str, pa.Array] = {}
         for field in schema:
             values = returned.get(field.name)
+            if field.name not in returned and field.name not in batch.schema.names:
+                raise self.error(
+                    f"{self.function.name} returned no column {field.name!r}",
+                    "Return it, with None for nulls alone, or leave it out of columns.",
+                )
             if values is None and field.name in batch.schema.names:
                 values = batch.column(field.name)
             array = (
@@ -357,13 +362,15 @@ def _called(
 ) -> Rows:
     """Calls a function for each row, and updates the row with each mapping that it returns.
 
-    A row on which it fails, or which gets a value of the wrong type for its column, is a reject.
+    A row on which it fails, or which gets no value or one of the wrong type for its column, is a
+    reject.
     """
     schema, most = transform.columns(rows.batch.schema), transform.fan_out
     made: list[Row] = []
     failed: list[Reject] = []
     rows, records = _records(rows, most)
     counts = np.zeros(len(records), np.int64)
+    added = [name for name in transform.types if name not in rows.batch.schema.names]
     for i, row in enumerate(records):
         number = int(rows.numbers[i])
         try:
@@ -375,13 +382,13 @@ def _called(
         if len(several) > most:
             failed.append(_too_many(number, len(several), most))
             continue
-        wrong = [one for one in several if not isinstance(one, Mapping)]
-        if wrong:
-            detail = f"{function.name} returned {wrong[0]!r:.80}, not a mapping"
+        for one in several:
+            if isinstance(one, Mapping):
+                _require_announced(transform, function, one, schema, number)
+        if wrong := next(filter(None, (_wrong(one, added) for one in several)), None):
+            detail = f"{function.name} returned {wrong}"
             failed.append(Reject(row=number * most, reason=reason, detail=detail))
             continue
-        for one in several:
-            _require_announced(transform, function, one, schema, number)
         counts[i] = len(several)
         made += several
     spread = _spread(rows, counts, most)
@@ -404,6 +411,19 @@ def _called(
                 failed.append(Reject(row=row, reason="wrong_type", detail=detail))
         arrays[field.name] = as_array(values, field.type)
     return spread.laid_over(schema, arrays).kept(keep, failed)
+
+
+def _wrong(made: object, added: Sequence[str]) -> str | None:
+    """Returns what is wrong with what a function returned for a row; None if nothing is.
+
+    Args:
+        made: What it returned.
+        added: The columns that the transform adds.
+    """
+    if not isinstance(made, Mapping):
+        return f"{made!r:.80}, not a mapping"
+    lacking = [name for name in added if name not in made]
+    return f"no column {lacking[0]!r}; None makes a null" if lacking else None
 
 
 def _records(rows: Rows, most: int = 1) -> tuple[Rows, list[Row]]:
