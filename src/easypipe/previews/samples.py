@@ -92,7 +92,9 @@ def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
     planned = [planned_of(source) for source in pipeline.get_data().values()]
     step = next((one.mixture.batch_size for one in planned if one is not None), None) or n
     loader = pipeline.copy().load(LoadStageConfig(batch_size=step, drop_last=False)).loader()
-    explained = loader.copy(dataclasses.replace(loader.config, batch_size=n)).explain(0)
+    steps = [loader.explain(0)]
+    while sum(len(one.rows) for one in steps) < n and loader.rows_of(len(steps)):
+        steps.append(loader.explain(len(steps)))
     tokenized = pipeline.tokenized()
     only = next(iter(tokenized), "") if len(tokenized) == 1 else ""
     samples = [
@@ -103,9 +105,10 @@ def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
                 for one in row.segments
             ),
         )
-        for row in explained.rows
+        for row in [row for one in steps for row in one.rows][:n]
     ]
-    notes = [f"made of the first {first_rows:,} rows of each dataset, at most", *explained.notes]
+    notes = [f"made of the first {first_rows:,} rows of each dataset, at most"]
+    notes += dict.fromkeys(note for one in steps for note in one.notes)
     for name, source in tokenized.items():
         notes += [*_what_became(name, source), *_verdicts(name, source)]
         trained_turns(source)  # warns if nothing ends a turn
