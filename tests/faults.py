@@ -1409,7 +1409,7 @@ FAULTS = [
     fault("a column that a function leaves out is null", "transforms/columns/functions.py", "tests/transforms/test_columns.py -k is_no_null",
           "lacking = [name for name in added if name not in made]", "lacking = list[str]()"),
     fault("a mask below 0 is a target", "loader/rows/stored.py", "tests/stages/test_adopt.py -k named_by_its_place",
-          "(columns[name] < 0) | (columns[name] > 1)", "columns[name] > 1"),
+          "(values < 0) | (values > 1)", "values > 1"),
     fault("partials of two functions are one", "core/identity.py", "tests/transforms/test_columns.py -k one_name",
           "return name_of(function.func)", "pass"),
     fault("rows are longer than the longest", "stages/pack/config.py", "tests/stages/test_mix_pack.py -k pack_options",

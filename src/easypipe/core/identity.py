@@ -25,6 +25,7 @@ from decimal import Decimal
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     EllipsisType,
     MemberDescriptorType,
@@ -45,7 +46,7 @@ from easypipe.core.errors import (
     raising,
     require,
 )
-from easypipe.core.values import attribute_of
+from easypipe.core.values import Held, attribute_of
 
 logger = logging.getLogger("easypipe")
 
@@ -109,7 +110,7 @@ class UserFunction:
             )
         self.name = function if isinstance(function, str) else name_of(function)
         version = version if version is not None else attribute_of(self._call, "version")
-        held: Any = secrets.token_hex(16)
+        held: Held = secrets.token_hex(16)
         self.cacheable = version is not None
         self.unversioned: tuple[str, ...] = ()  # why it is not cacheable
         if version is None:
@@ -192,17 +193,17 @@ def raise_named(source: str, error: Exception, at: str) -> NoReturn:
     raise SourceError(at=at, problem=why(source, error), fix=fix) from error
 
 
-def name_of(function: Any) -> str:
+def name_of(function: Held) -> str:
     """Returns `module:name` of a function, or of the class of a callable object."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     # a callable object is known by its class's name
-    kind = function if hasattr(function, "__qualname__") else type(function)
+    kind = function if attribute_of(function, "__qualname__") else type(function)
     # a method of C code has no module
     return f"{attribute_of(kind, '__module__')}:{kind.__qualname__}"
 
 
-def held_by(function: Any, *, strict: bool = False) -> Any:
+def held_by(function: Held, *, strict: bool = False) -> Held:
     """Returns what distinguishes functions of the same name; None if the name is enough.
 
     It is the code of lambdas and inner functions, and the values that partials, closures and
@@ -231,10 +232,10 @@ class _Held:
         done: What objects hold that were read already, by id: many may hold one object.
     """
 
-    def __init__(self, strict: bool, done: dict[int, list[Any]]) -> None:
+    def __init__(self, strict: bool, done: dict[int, list[Held]]) -> None:
         self._strict, self._done = strict, done
 
-    def by(self, function: Any, above: tuple[int, ...]) -> Any:
+    def by(self, function: Held, above: tuple[int, ...]) -> Held:
         """Returns what `held_by` does.
 
         Args:
@@ -277,7 +278,7 @@ class _Held:
             self.value(function.__kwdefaults__, above),
         ]
 
-    def _callable(self, function: Any, above: tuple[int, ...]) -> list[Any]:
+    def _callable(self, function: Held, above: tuple[int, ...]) -> list[Held]:
         """Returns what a callable object holds."""
         held = self.value(attribute_of(function, "__dict__") or {}, above)
         slots = members_of(function)
@@ -285,7 +286,7 @@ class _Held:
         whole = not slots and (vars_alone(function) or attribute_of(function, "__qualname__"))
         return ["object", held, *([] if whole else self._content(function, above))]
 
-    def value(self, value: Any, above: tuple[int, ...]) -> Any:
+    def value(self, value: Held, above: tuple[int, ...]) -> Held:
         """Returns plain values unchanged, and the type and the content of others."""
         if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):
             return [type(value).__name__, repr(value)]
@@ -305,7 +306,7 @@ class _Held:
             return ["set", sorted(str(self.value(item, above)) for item in value)]
         return [_kind(value), *self._content(value, above)]
 
-    def _content(self, value: Any, above: tuple[int, ...]) -> list[Any]:
+    def _content(self, value: Held, above: tuple[int, ...]) -> list[Held]:
         """Returns what distinguishes objects of one type; [] if they are all alike."""
         if id(value) not in self._done:
             whole = _Held(True, self._done)
@@ -313,7 +314,7 @@ class _Held:
             self._done[id(value)] = [digest(parts)] if parts else []
         return self._done[id(value)]
 
-    def _or_named(self, value: Any, read: Callable[[], Any]) -> Any:
+    def _or_named(self, value: Held, read: Callable[[], Held]) -> Held:
         """Returns what `read` does; for what is not comparable, its `fingerprint` or `version`."""
         try:
             return read()
@@ -327,8 +328,8 @@ class _Held:
                 raise
             raise NotComparableError(_kind(value)) from error
 
-    def _parts(self, value: Any, above: tuple[int, ...]) -> list[Any]:
-        if isinstance(value, TOLD_BY_REPR):
+    def _parts(self, value: Held, above: tuple[int, ...]) -> list[Held]:
+        if isinstance(value, TOLD_BY_REPR) or type(value).__module__ == operator.__name__:
             return [repr(value)]
         if isinstance(value, ModuleType | logging.Logger):
             return [value.__name__ if isinstance(value, ModuleType) else value.name]
@@ -348,7 +349,7 @@ class _Held:
         return [self.value(held, above)] if held else []
 
 
-# repr() of these is their content, and the same in every process
+# repr() of these is their content, and the same in every process, as that of operator's getters
 TOLD_BY_REPR = (
     array.array,
     bytearray,
@@ -356,9 +357,6 @@ TOLD_BY_REPR = (
     date,
     Decimal,
     EllipsisType,
-    operator.attrgetter,
-    operator.itemgetter,
-    operator.methodcaller,
     range,
     slice,
     time,
@@ -396,7 +394,7 @@ def _kind(value: object) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

@@ -36,6 +36,7 @@ DType = np.dtype[np.generic]
 # Objects of users and other libraries: their capabilities are checked when they are passed in.
 Dataset = Any  # rows by index or by iteration: a list, or one of `datasets`, torch or a user
 Item = Any  # one row of a Dataset
+Held = Any  # a user's function or object, a value that one holds, and what tells it apart
 Collate = Callable[..., Any]  # makes a batch of a list of rows; it gets `keys` if it is random
 
 

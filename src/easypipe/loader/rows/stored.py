@@ -459,20 +459,29 @@ def decode(
                 "loader. Or leave the column out.",
             )
         columns[LABELS] = (labels != IGNORE).astype(np.int32)
-    for name in (name for name in TARGET_COLUMNS if name in columns):
-        wrong = np.flatnonzero((columns[name] < 0) | (columns[name] > 1))
-        if wrong.size:
-            row = np.searchsorted(offsets, wrong[0], side="right") - 1
-            raise SourceError(
-                at=where(row, name),
-                problem=f"token {int(wrong[0] - offsets[row])} has {columns[name][wrong[0]]}",
-                fix="Give 1 for a target and 0 for any other token, or leave the row out.",
-            )
-    if targets := [columns.pop(name) for name in TARGET_COLUMNS if name in columns]:
-        columns[LOSS_MASK] = functools.reduce(np.minimum, targets)
+    if targets := [name for name in TARGET_COLUMNS if name in columns]:
+        masks = [_mask(columns.pop(name), offsets, name, where) for name in targets]
+        columns[LOSS_MASK] = functools.reduce(np.minimum, masks)
     return Block(
         offsets, columns, _look_ahead(batch.column(LOOK_AHEAD), at) if LOOK_AHEAD in names else None
     )
+
+
+def _mask(values: Int32, offsets: Int64, name: str, where: Callable[[np.int64, str], str]) -> Int32:
+    """Returns the values of a mask.
+
+    Raises:
+        SourceError: One is neither 0 nor 1.
+    """
+    wrong = np.flatnonzero((values < 0) | (values > 1))
+    if wrong.size:
+        row = np.searchsorted(offsets, wrong[0], side="right") - 1
+        raise SourceError(
+            at=where(row, name),
+            problem=f"token {int(wrong[0] - offsets[row])} has {values[wrong[0]]}",
+            fix="Give 1 for a target and 0 for any other token, or leave the row out.",
+        )
+    return values
 
 
 def _look_ahead(column: pa.Array, at: str) -> Int32:

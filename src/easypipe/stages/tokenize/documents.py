@@ -37,6 +37,7 @@ from easypipe.core.protocols import (
     select,
 )
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, SEGMENT_IDS
+from easypipe.core.values import attribute_of
 from easypipe.sources.splits import PartialSource
 from easypipe.stages.config import datasets_of, tokenizer_config_of
 from easypipe.stages.source.config import TOKEN_COLUMNS
@@ -345,7 +346,7 @@ def holds_pairs(source: ShardedSource) -> bool | None:
     It is None if its rows were made earlier.
     """
     # PlannedSource is defined in a package above this file.
-    mixture = getattr(source, "mixture", None)
+    mixture = attribute_of(source, "mixture")
     if mixture is not None:
         return bool(mixture.paired)
     return info_of(source).pairs if is_documents(source) else None
@@ -385,7 +386,7 @@ def trained_turns(source: ShardedSource) -> Turns | None:
     """
     if isinstance(source, PartialSource):
         return trained_turns(source.source)
-    mixture = getattr(source, "mixture", None)
+    mixture = attribute_of(source, "mixture")
     found: dict[str, Turns] = {}
     for part in [source] if mixture is None else mixture.parts.values():
         if (told := info_of(part).turns) is not None:
