@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -42,16 +41,16 @@ from easypipe.train.checkpoint.resume import check_newest
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import UNPAIRED, TrainingConfig, accumulating, told
 from easypipe.train.engine import Engine
-from easypipe.train.events import TrainListener, null_listener
+from easypipe.train.events import TrainEvent, TrainListener, null_listener
 from easypipe.train.losses.cached_reference import Passes
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.origin import find_pretrained
-from easypipe.train.parallel.distributed import initialize, shared_seed
+from easypipe.train.parallel.distributed import initialize, several, shared_seed
 from easypipe.train.parallel.mesh import check_batch_size, check_row_length, checked_mesh, make_mesh
 from easypipe.train.plan.aot import StepPlan, plan_step
 from easypipe.train.plan.topology import Topology
-from easypipe.train.record import PLAN, check_record, recorded_seed, write_kept
+from easypipe.train.record import LEDGER, PLAN, check_record, recorded_seed, write_kept
 from easypipe.train.report.pictures import plot_run
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import TrainResult, run_training
@@ -222,7 +221,7 @@ def train(
         turns=inputs.turns,
     )
     trainer.passes, trainer.ledger = inputs.passes(), inputs.ledger
-    return inputs.around(functools.partial(run_training, trainer), writes=trainer.writes)
+    return inputs.train_with(trainer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,27 +239,39 @@ class Inputs:
     tokens: TokenInfo
     turns: Turns | None
 
-    def around(self, training: Callable[[], TrainResult], *, writes: bool) -> TrainResult:
-        """Calls `training` and returns its result.
+    def train_with(self, trainer: Engine) -> TrainResult:
+        """Trains, and writes what was drawn from the data into the run's folder.
 
-        If `writes`, the plan of several datasets is written into the run's folder after it.
+        That is the plan of several datasets; in streaming, the ledger of what was read. It is
+        written after training and at some of its checkpoints: each time for at least a quarter more
+        steps, because steps are counted from the first.
         """
-        folder, data = Path(os.path.expanduser(self.run.train.output_dir)), self.run.data
-        drawn = writes and not data.streaming and len(data.datasets) > 1
+        folder, listener, counted = trainer.output_dir, trainer.listener, 0
+
+        def listen(event: TrainEvent) -> None:
+            nonlocal counted
+            listener(event)
+            if event.kind == "checkpoint" and counted * 5 / 4 <= event.step < event.steps:
+                counted = event.step
+                self._write_drawn(folder, counted)
+
+        if not trainer.writes:
+            return run_training(trainer)
+        trainer.listener = listen
         try:
-            result = training()
+            result = run_training(trainer)
         except Interrupted as stopped:
-            if drawn and stopped.step:
-                self._write_plan(folder, stopped.step)
+            self._write_drawn(folder, stopped.step)
             raise
-        if drawn:
-            self._write_plan(folder, result.steps)
+        finally:
+            trainer.listener = listener
+        self._write_drawn(folder, result.steps)
         return result
 
     @property
-    def ledger(self) -> Json:
-        """The ledger of the data."""
-        return self.prepared.report.ledger.to_json()
+    def ledger(self) -> Json | None:
+        """The ledger of the data; None in streaming, where it is of what was read."""
+        return None if self.run.data.streaming else self.prepared.report.ledger.to_json()
 
     def passes(self) -> Passes:
         """Returns all data of the run, each row once, for a reference model."""
@@ -275,15 +286,19 @@ class Inputs:
 
         return Passes(loaders, self.prepared.data.get_context().cache_dir / "reference")
 
-    def _write_plan(self, folder: Path, steps: int) -> None:
+    def _write_drawn(self, folder: Path, steps: int) -> None:
         """Writes what was drawn in `steps`.
 
         It is counted after them, because a plan is scanned as it is read.
         """
-        data = self.prepared.data.copy().load(host_load(self.run.data))
-        drawn = plan_of_run(folder, data, steps, prepare=False, by_step=True)
-        write_kept(folder / PLAN, drawn.to_json())
-        plot_run(folder, ["mixture"])
+        if self.run.data.streaming:
+            if steps and not several():  # another process has counters of its own
+                write_kept(folder / LEDGER, self.train.ledger().to_json())
+        elif steps and len(self.run.data.datasets) > 1:
+            data = self.prepared.data.copy().load(host_load(self.run.data))
+            drawn = plan_of_run(folder, data, steps, prepare=False, by_step=True)
+            write_kept(folder / PLAN, drawn.to_json())
+            plot_run(folder, ["mixture"])
 
 
 @placed("data")

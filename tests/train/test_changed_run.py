@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,10 +19,14 @@ import yaml
 
 from easypipe import train_bpe
 from easypipe.cli.app import run as command
+from easypipe.core.config import from_dict
 from easypipe.history import spans_of
 from easypipe.run import RunConfig, train
 from easypipe.stages.reports.plan_report import PlanReport, joined
+from easypipe.train.events import TrainEvent
 from easypipe.train.record import read_changes, read_kept, write_changes, write_kept
+from easypipe.train.report.numbers import Curves
+from easypipe.train.report.page import numbers_of
 from easypipe.train.report.pictures import mixture_lines
 from easypipe.train.signals import Interrupted
 from pipelines import texts
@@ -338,3 +343,46 @@ def test_a_run_that_goes_back_forgets_what_came_after(tmp_path: Path) -> None:
     }
     write_changes(tmp_path, 0, None)
     assert read_changes(tmp_path) == []
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_was_drawn_is_told_while_it_trains(run: Path, tmp_path: Path, streaming: bool) -> None:
+    """The flow of every dataset goes on to the rows of the run, though a mixture restarts."""
+    values = yaml.safe_load((run / "run.yaml").read_text())
+    values["data"]["load"] = {"batch_size": 4, "num_epochs": None}
+    if streaming:
+        values["data"] |= {
+            "streaming": True,
+            "num_streams": 1,
+            "mix": {"weights": {"a": 1, "b": 1}},
+        }
+    values["train"] |= {"steps": 10, "output_dir": str(tmp_path), "checkpoint": {"every": 1}}
+    told: dict[int, int] = {}
+
+    def flowing() -> dict[str, int]:
+        links = numbers_of(tmp_path, Curves({"step": 0}, {"step": 0}))["flows"]
+        ends = ("placed", "in the run's rows")
+        into: Counter[str] = Counter()
+        for link in links:
+            name, _, word = link["target"].partition(": ")
+            if word in ends:
+                into[name] += link["value"]
+        return dict(into)
+
+    def listen(event: TrainEvent) -> None:
+        if event.kind == "step":
+            told[event.step] = sum(flowing().values())
+
+    train(from_dict(RunConfig, values), listener=listen)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    seen = {line["step"]: line["num_tokens"] for line in lines}
+    until = [0, *itertools.accumulate(seen[step] for step in range(1, 11))]
+    at_last = flowing()
+    assert set(at_last) == {"a", "b"}
+    if streaming:  # windows are made before their rows are read
+        assert sum(at_last.values()) >= until[10]
+        assert told[3] > 0
+    else:
+        assert sum(at_last.values()) == until[10]
+        # counted at the checkpoints of steps 1, 2, 3, 4, 5, 7 and 9
+        assert [told[step] for step in (3, 7, 10)] == [until[2], until[5], until[9]]

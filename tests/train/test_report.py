@@ -217,7 +217,8 @@ def test_a_table_that_is_not_there_says_why(tmp_path: Path) -> None:
         "the run did not watch for spikes",
         "nothing was changed while it ran",
         "it was never begun again",
-        "plan.json is written when a run of several datasets stops",
+        "plan.json is written at checkpoints of a run of several datasets and when it stops, but "
+        "not in streaming",
         "not recorded",
         "not recorded",
         "not recorded",

@@ -6,7 +6,6 @@ It takes a model, the options of its training, and loaders or data by name.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,12 +157,7 @@ class Trainer(Engine):
             StateError: The checkpoint belongs to another run.
             StorageError: Something cannot be written.
         """
-        training = functools.partial(run_training, self)
-        return (
-            training()
-            if self._inputs is None
-            else self._inputs.around(training, writes=self.writes)
-        )
+        return run_training(self) if self._inputs is None else self._inputs.train_with(self)
 
 
 def _check_names(fields: Settings, given: Settings) -> None:

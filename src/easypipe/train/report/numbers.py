@@ -117,7 +117,9 @@ def thinned(
     return steps.astype(np.int64).tolist(), [float(f"{value:.6g}") for value in values.tolist()]
 
 
-def flows(entries: Sequence[Json], datasets: Sequence[str]) -> list[Json]:
+def flows(
+    entries: Sequence[Json], datasets: Sequence[str], placed: Mapping[str, int] | None = None
+) -> list[Json]:
     """Returns where the tokens of `datasets` went, as links with `source`, `target` and `value`.
 
     What comes into a stage flows through it to what comes out. Tokens that are drawn in mixing were
@@ -128,6 +130,8 @@ def flows(entries: Sequence[Json], datasets: Sequence[str]) -> list[Json]:
     Args:
         entries: The entries of a ledger.
         datasets: The names of the datasets.
+        placed: The tokens of each dataset in the rows of the run, if they are known. They continue
+            the flow of a mixture that restarts, because its ledger counts no epoch.
     """
     links: list[Json] = []
 
@@ -152,4 +156,9 @@ def flows(entries: Sequence[Json], datasets: Sequence[str]) -> list[Json]:
             link(f"{name}: stored", f"{name}: drawn", min(stored, drawn))
             link(f"{name}: stored", f"{name}: not drawn", stored - drawn)
             link(f"{name}: drawn again", f"{name}: drawn", drawn - stored)
+        elif stored and placed and name in placed:
+            rows = f"{name}: in the run's rows"
+            link(f"{name}: stored", rows, min(stored, placed[name]))
+            link(f"{name}: stored", f"{name}: not drawn", stored - placed[name])
+            link(f"{name}: drawn again, or EOS added", rows, placed[name] - stored)
     return links

@@ -175,13 +175,18 @@ def numbers_of(folder: Path, curves: Curves) -> Json:
         trained = recorded_datasets(folder)
     except ConfigError:  # the rest of the page does not need the record
         trained = []
+    placed = _of(folder / PLAN, _placed, {})
     return {
         "config": shlex.quote(str((folder / RECORD).absolute())),
         "curves": curves.points(),
         "marks": _marks(folder),
         "mixture": _of(folder / PLAN, mixture_lines, {}),
-        "flows": _of(folder / LEDGER, lambda kept: flows(kept["entries"], trained), []),
+        "flows": _of(folder / LEDGER, lambda kept: flows(kept["entries"], trained, placed), []),
     }
+
+
+def _placed(kept: Json) -> dict[str, int]:
+    return {one["name"]: one["tokens_placed"] for one in kept["datasets"]}
 
 
 def _marks(folder: Path) -> list[Json]:
@@ -243,7 +248,8 @@ def sections(folder: Path, curves: Curves) -> list[Section]:
             "Mixture",
             PLAN,
             functools.partial(_mixture, curves.last["step"]),
-            f"{PLAN} is written when a run of several datasets stops",
+            f"{PLAN} is written at checkpoints of a run of several datasets and when it stops, but "
+            "not in streaming",
         ),
         of("Ledger: where every row and token went", LEDGER, _ledger),
         of("Data", FINGERPRINTS, _fingerprints),
