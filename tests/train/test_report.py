@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import threading
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from easypipe.cli import main
 from easypipe.core.errors import StorageError
 from easypipe.train.record import read_kept, write_kept, write_restart
 from easypipe.train.report import numbers as numbers_module
-from easypipe.train.report.numbers import MOST_POINTS, CurvesReader, flows, thinned
+from easypipe.train.report.numbers import MOST_POINTS, Curves, CurvesReader, flows, spikes, thinned
 from easypipe.train.report.page import documents_of, page, write_report
 from easypipe.train.report.serve import server
 from page_cells import cells
@@ -463,6 +464,31 @@ def test_a_config_in_another_encoding_is_shown_as_far_as_it_can_be(tmp_path: Pat
     made = run(tmp_path)
     (made / "run.yaml").write_bytes("output_dir: caf\xe9\n".encode("latin-1"))
     assert "output_dir: caf\ufffd" in write_report(made).read_text()
+
+
+def test_spikes_of_the_gradient_norm_are_marked(tmp_path: Path) -> None:
+    """Each by what was usual just before it; a step that ends the file or begins it counts too."""
+    made = run(tmp_path)
+    norms = [2 - i / 400 + i % 7 / 100 for i in range(1, 361)]
+    norms[41] = norms[250] = norms[359] = 9.0
+    norms[120] = 3.0  # not twice the usual
+    lines = [{"step": 2 * i, "loss": 1.0, "grad_norm": norm} for i, norm in enumerate(norms, 1)]
+    (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (drawn,) = numbers(page([made]))
+    found = [(mark["step"], mark["text"]) for mark in drawn["marks"] if mark["kind"] == "spike"]
+    assert [step for step, _ in found] == [502, 720]
+    usual = [np.median(norms[100:200]), np.median(norms[200:300])]
+    for (_, text), middle in zip(found, usual, strict=True):
+        assert text == f"gradient norm 9, usual before it {middle:.3g}"
+
+
+def test_many_spikes_are_the_greatest() -> None:
+    norms = [1.0] * 100 + [10.0 + i for i in range(100)]
+    seen = {"grad_norm": array("d", norms)}
+    steps = {"grad_norm": array("d", range(1, 201))}
+    found = spikes(Curves({}, {}, steps=steps, values=seen))
+    assert found == [(i, float(i - 91), 1.0) for i in range(181, 201)]
+    assert not spikes(Curves({}, {}))
 
 
 def test_a_million_steps_make_a_small_page(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from easypipe.train.metrics.log import Record, records_from
 MOST_POINTS = 2000  # the most points of a curve; longer ones keep the extremes of each stretch
 ALL_POINTS = 40_000  # the most points of all curves of a run, if each gets LEAST_POINTS
 LEAST_POINTS = 100
+STRETCH = 100  # logged steps; the gradient norms of one say what is usual in the next
+TO_SIGMA = 10 * 1.4826  # ten standard deviations, of normal values, in median absolute deviations
+MOST_SPIKES = 20  # the most that are marked: the greatest
 HELD_OUT = "eval"  # the key of a record's held-out results
 
 
@@ -115,6 +118,29 @@ def thinned(
         chosen = sorted(kept)
         steps, values = steps[chosen], values[chosen]
     return steps.astype(np.int64).tolist(), [float(f"{value:.6g}") for value in values.tolist()]
+
+
+def spikes(curves: Curves) -> list[tuple[int, float, float]]:
+    """Returns the steps whose gradient norm is far above those of the stretch before.
+
+    Far is twice their median, and ten standard deviations above it, estimated by the median
+    absolute deviation.
+
+    Returns:
+        For each the step, its norm and that median, in the order of steps.
+    """
+    steps, values = (np.asarray(of.get("grad_norm", ())) for of in (curves.steps, curves.values))
+    filled = np.append(values, np.full(-len(values) % STRETCH, np.nan))
+    before, norms = filled.reshape(-1, STRETCH)[:-1], filled.reshape(-1, STRETCH)[1:]
+    median = np.median(before, axis=1, keepdims=True)
+    deviation = np.median(np.abs(before - median), axis=1, keepdims=True)
+    over = np.flatnonzero(norms > np.maximum(median + TO_SIGMA * deviation, 2 * median))
+    usual = median[over // STRETCH, 0]
+    greatest = np.sort(np.argsort(norms.flat[over] / usual)[-MOST_SPIKES:])
+    return [
+        (int(steps[at + STRETCH]), float(norms.flat[at]), float(middle))
+        for at, middle in zip(over[greatest], usual[greatest], strict=True)
+    ]
 
 
 def flows(

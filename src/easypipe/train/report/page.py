@@ -33,7 +33,7 @@ from easypipe.train.record import (
     read_kept,
     recorded_datasets,
 )
-from easypipe.train.report.numbers import Curves, CurvesReader, flows
+from easypipe.train.report.numbers import Curves, CurvesReader, flows, spikes
 from easypipe.train.report.pictures import NO_SUCH_SHAPE, mixture_lines
 
 log = logging.getLogger("easypipe")
@@ -179,7 +179,7 @@ def numbers_of(folder: Path, curves: Curves) -> Json:
     return {
         "config": shlex.quote(str((folder / RECORD).absolute())),
         "curves": curves.points(),
-        "marks": _marks(folder),
+        "marks": _marks(folder, curves),
         "mixture": _of(folder / PLAN, mixture_lines, {}),
         "flows": _of(folder / LEDGER, lambda kept: flows(kept["entries"], trained, placed), []),
     }
@@ -189,8 +189,8 @@ def _placed(kept: Json) -> dict[str, int]:
     return {one["name"]: one["tokens_placed"] for one in kept["datasets"]}
 
 
-def _marks(folder: Path) -> list[Json]:
-    """Returns the changes, restarts and roll-backs of a run, by step."""
+def _marks(folder: Path, curves: Curves) -> list[Json]:
+    """Returns the changes, restarts, roll-backs and spikes of a run, by step."""
     changes = _of(folder / CHANGES, _changed, [])
     restarts = _of(
         folder / RESTARTS,
@@ -202,7 +202,11 @@ def _marks(folder: Path) -> list[Json]:
         _mark(line["batch_of_step"], "roll-back", f"its batch was skipped: {documents_of(line)}")
         for line in (read_metrics(path) if path.exists() else ())
     ]
-    return [*changes, *restarts, *undone]
+    high = [
+        _mark(step, "spike", f"gradient norm {norm:.3g}, usual before it {usual:.3g}")
+        for step, norm, usual in spikes(curves)
+    ]
+    return [*changes, *restarts, *undone, *high]
 
 
 def _changed(kept: Sequence[Json]) -> list[Json]:
