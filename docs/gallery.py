@@ -29,13 +29,14 @@ DATA = (
 )
 TRAIN = ("train.steps=80", "train.eval_every=20", "train.eval_batches=2", "train.measure=[sources]")
 OTHER = ("train.output_dir=faster", "train.optimizer.learning_rate=8e-3")
-# the name of a picture: the part of a page that it shows, and its height
+# the name of a picture: a page, the height of its part, and what of it is hidden
 PAGES = {
-    "report": ("report.html", 1000),
-    "compare": ("compare.html", 800),
-    "preview": ("preview.html", 760),
-    "plan": ("plan.html", 760),
-    "discover": ("discover.html", 760),
+    "report": ("report.html", 1000, ""),
+    "flow": ("report.html", 470, ".controls, .curves, #tables, h1, h2"),
+    "compare": ("compare.html", 800, ""),
+    "preview": ("preview.html", 760, ""),
+    "plan": ("plan.html", 760, ""),
+    "discover": ("discover.html", 760, ""),
 }
 PLOTS = ("loss", "mixture")
 
@@ -59,11 +60,13 @@ def runs(folder: Path) -> Path:
     return project
 
 
-def shot(page: Path, height: int) -> Image.Image:
-    """A page as Chromium shows it, 1,100 pixels wide."""
+def shot(page: Path, height: int, hidden: str) -> Image.Image:
+    """A page as Chromium shows it, 1,100 pixels wide, without the elements of a selector."""
     browser = os.environ.get("EASYPIPE_CHROMIUM") or shutil.which("chromium")
     assert browser is not None, "needs Chromium; EASYPIPE_CHROMIUM names it"
-    page.write_text(page.read_text().replace(f"{page.parent}/", ""))  # paths of this machine
+    text = page.read_text().replace(f"{page.parent}/", "")  # paths of this machine
+    page = page.with_stem("shown")
+    page.write_text(text + (f"<style>{hidden} {{ display: none }}</style>" if hidden else ""))
     made = page.with_suffix(".png")
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     flags += [f"--user-data-dir={page.parent / 'browser'}", "--virtual-time-budget=4000"]
@@ -85,8 +88,8 @@ def make(folder: Path) -> None:
     for name in PLOTS:
         picture = Image.open(project / "run" / f"{name}.png").resize((960, 600))
         (PICTURES / f"{name}.png").write_bytes(small(picture))
-    for name, (page, height) in PAGES.items():
-        (PICTURES / f"{name}.png").write_bytes(small(shot(project / page, height)))
+    for name, (page, height, hidden) in PAGES.items():
+        (PICTURES / f"{name}.png").write_bytes(small(shot(project / page, height, hidden)))
 
 
 if __name__ == "__main__":
