@@ -135,6 +135,45 @@ def test_a_token_that_is_not_attended_to_is_in_no_segment_and_no_target():
     }
 
 
+MASKED = {
+    "input_ids": [5, 6, 7, 8],
+    "completion_mask": [False, True, True, True],
+    "assistant_masks": [1, 1, 0, 1],
+}
+
+
+def test_the_masks_of_other_libraries_say_which_tokens_are_targets():
+    shown = {"input_ids": [[5, 6, 7, 8]], "attention_mask": [[1, 1, 1, 1]]}
+    padded = create_collate_fn(return_tensors=False)([MASKED])
+    assert padded == shown | {"labels": [[-100, 6, -100, 8]]}
+    two = {"segment_ids": [1, 1, 2, 2]}
+    packed = create_causal_lm_collate(return_tensors=False)([MASKED | two])
+    assert packed["labels"] == [[6, -100, 8, -100]]
+    hidden = create_masked_lm_collate(mask_token_id=1, vocab_size=9, probability=0.99)([MASKED])
+    assert hidden["labels"].tolist() == [[-100, 6, -100, 8]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"completion_mask": [0, 2]}, "'completion_mask': token 1 has 2. Give 1 for a target"),
+        (
+            {"completion_mask": [0, 1], "loss_mask": [-1, 1]},
+            "'loss_mask': token 0 has -1. Give 1 for a target",
+        ),
+        ({"completion_mask": None}, "'completion_mask': null instead of a mask. Give 1"),
+        ({"completion_mask": [1]}, "'completion_mask': 1 values for 2 tokens"),
+        ({"completion_mask": [0.5, 1]}, "'completion_mask': expected a row of integers"),
+        ({}, "'completion_mask': there is none, which other rows have"),
+    ],
+)
+def test_a_mask_of_other_values_is_a_bad_row(row: dict, message: str):
+    rows = [{"input_ids": [5, 6], "completion_mask": [0, 1]}, {"input_ids": [7, 8]} | row]
+    for collate in (create_causal_lm_collate(), create_collate_fn()):
+        with pytest.raises(SourceError, match=f"row 1 of the batch, column {message}"):
+            collate(rows)
+
+
 def test_causal_lm_refuses_labels_that_were_shifted():
     with pytest.raises(
         SourceError,

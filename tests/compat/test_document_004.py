@@ -435,6 +435,34 @@ def test_law_9_conversations_are_read_as_the_pipeline_reads_them() -> None:
     assert load_tokenizer(chat_tokenizer()).decode(labels[0][labels[0] >= 0]).startswith("It is ")
 
 
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_prompts_of_tokenized_rows_are_no_targets_as_in_a_pipeline(
+    mask: str, streaming: bool
+) -> None:
+    """Without a tokenizer a collator makes the batches, with one the Pipeline does."""
+    rows = [
+        {"input_ids": [4 + i, 5, 6, 7, 8][: 3 + i % 3], mask: [0, 0, 1, i % 2, 1][: 3 + i % 3]}
+        for i in range(12)
+    ]
+    options: dict[str, Any] = {"batch_size": 4, "seed": 3}
+    plain = UniversalDataModule(rows, **options).train_dataloader()
+    if not streaming:
+        wanted = UniversalDataModule(rows, tokenizer=tokenizer(), **options).train_dataloader()
+        assert_same_batches(plain, wanted)
+    else:
+        collate = CollatorRegistry.get_instance().get_collator(TaskSpec.lm_tiny())
+        config = DataLoaderConfig(batch_size=12, collate_fn=collate)
+
+        class Forward:
+            def __iter__(self):
+                return iter(rows)
+
+        [batch] = DataLoaderFactory().create_dataloader(Forward(), config)
+        kept = [[i for i, m in zip(r["input_ids"], r[mask], strict=True) if m] for r in rows]
+        assert [own[own != -100].tolist() for own in batch["labels"]] == kept
+
+
 def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
     rows = [{"text": text} for text in texts(40)]
     own = train_tokenizer(rows, 300, tmp_path / "t")

@@ -3,8 +3,9 @@
 They make batches for users who already have rows of tokens; `Pipeline.load()` does not need them.
 
 B rows of a batch · T slots, the longest row's or `max_length`. A row is a mapping with `input_ids`,
-and optionally `labels` (unshifted: the id of the same token, or -100), `loss_mask` (1: the token is
-a target) and `attention_mask`.
+and optionally `labels` (unshifted: the id of the same token, or -100), `loss_mask`,
+`completion_mask` or `assistant_masks` (1: the token is a target; with several of them, in all) and
+`attention_mask`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import numpy as np
 from easypipe.compat.foreign import Rows, TokenizerLike, as_tokenizer, pad_of
 from easypipe.core.errors import SourceError, place, require
 from easypipe.core.schema import (
+    ASSISTANT_MASKS,
     ATTENTION_MASK,
+    COMPLETION_MASK,
     DECODER_ATTENTION_MASK,
     DECODER_INPUT_IDS,
     IGNORE,
@@ -33,6 +36,8 @@ from easypipe.core.values import Array, Batch, Collate, Identity, Int64, Item, R
 from easypipe.loader.collate import CollateConfig, collate, row_width
 
 log = logging.getLogger("easypipe")
+
+MASKS = (LOSS_MASK, COMPLETION_MASK, ASSISTANT_MASKS)  # 1 is a target
 
 Side = Literal["right", "left"]
 Tensors = bool | Literal["np", "jax"]
@@ -141,7 +146,7 @@ class PaddingCollator:
             unlabelled = (attended == 0) | (padded == IGNORE)
             batch[LABELS] = np.where(unlabelled, rule.label_pad_token_id, padded)
         for name in dict.fromkeys(name for row in rows for name in row):
-            if name not in (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK):
+            if name not in (INPUT_IDS, ATTENTION_MASK, LABELS, *MASKS):
                 _require_all([name in row for row in rows], name, "there is none")
                 values = [as_array(row.get(name)) for row in rows]
                 along = all(
@@ -438,12 +443,15 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int6
         SourceError: A column is wrong; the error names row and column.
     """
     require_some(rows)
+    for name in (COMPLETION_MASK, ASSISTANT_MASKS):
+        if any(have := [name in row for row in rows]):
+            _require_all(have, name, "there is none, which other rows have")
     names = (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK, SEGMENT_IDS)
     columns: dict[str, list[Int64]] = {name: [] for name in names}
     for i, row in enumerate(rows):
         ids = integers(row, INPUT_IDS, i)
-        attended, mask, segments = (
-            integers(row, name, i, like=ids) for name in (ATTENTION_MASK, LOSS_MASK, SEGMENT_IDS)
+        attended, segments = (
+            integers(row, name, i, like=ids) for name in (ATTENTION_MASK, SEGMENT_IDS)
         )
         labels, own = ids, row.get(LABELS)
         if own is not None and (np.ndim(own) or next_token):
@@ -455,10 +463,32 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int6
                 problem=f"token {wrong[0]} has label {labels[wrong[0]]}, its id is {ids[wrong[0]]}",
                 fix="Give unshifted labels (input_ids or -100), or leave the column out.",
             )
+        mask = _loss_mask(row, i, ids)
         found = (ids, attended, labels, mask, segments * (attended != 0))
         for name, values in zip(names, found, strict=True):
             columns[name].append(values)
     return columns
+
+
+def _loss_mask(row: Row, number: int, ids: Int64) -> Int64:
+    """Returns which tokens of a row are targets: those that are in all of its MASKS.
+
+    Raises:
+        SourceError: A mask is null, or holds other values than 0 and 1.
+    """
+    mask = np.ones(ids.size, np.int64)
+    for name in (name for name in MASKS if name in row):
+        at = place(f"row {number} of the batch", column=name)
+        fix = "Give 1 for a target and 0 for any other token, or leave the row out."
+        if row[name] is None:
+            raise SourceError(at=at, problem="null instead of a mask", fix=fix)
+        given = integers(row, name, number, like=ids)
+        wrong = np.flatnonzero((given < 0) | (given > 1))
+        if wrong.size:
+            problem = f"token {wrong[0]} has {given[wrong[0]]}"
+            raise SourceError(at=at, problem=problem, fix=fix)
+        mask &= given
+    return mask
 
 
 def targets_of(columns: Mapping[str, Sequence[Int64]]) -> list[Int64]:
