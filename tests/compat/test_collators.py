@@ -23,7 +23,7 @@ from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import OutputSchema
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from laws import assert_labels, assert_same_batch
-from pipelines import texts
+from pipelines import texts, tokenizer
 from strategies import examples
 
 ROWS = [{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}, {"input_ids": [9, 4]}]
@@ -172,6 +172,47 @@ def test_a_mask_of_other_values_is_a_bad_row(row: dict, message: str):
     for collate in (create_causal_lm_collate(), create_collate_fn()):
         with pytest.raises(SourceError, match=f"row 1 of the batch, column {message}"):
             collate(rows)
+
+
+@pytest.mark.parametrize("number", [1 << 31, (1 << 32) + 5, (1 << 64) - 100, -1, -100])
+def test_an_id_that_batches_cannot_hold_is_refused_by_row_and_column(number: int):
+    kind = np.uint64 if number > 0 else np.int64
+    rows = [{"input_ids": [5, 6]}, {"input_ids": np.array([7, number], kind)}]
+    labelled = [row | {"labels": [5]} for row in rows]
+    where = "row 1 of the batch, column 'input_ids'"
+    for collate, some in (
+        (create_causal_lm_collate(), rows),
+        (create_collate_fn(), rows),
+        (create_masked_lm_collate(mask_token_id=1, vocab_size=9), rows),
+        (create_seq2seq_collate(0, decoder_start_token_id=1), labelled),
+    ):
+        message = rf"{where}: ({number} does not fit int32|token 1 has {number}, outside \[)"
+        with pytest.raises(SourceError, match=message):
+            collate(some)
+
+
+def test_other_numbers_that_a_column_cannot_hold_are_refused():
+    wide = create_collate_fn(schema=OutputSchema(dtypes={"input_ids": "int64"}))
+    ids = {"input_ids": [5, 1 << 40], "labels": [-1, -100]}
+    assert wide([ids])["input_ids"].tolist() == [[5, 1 << 40]]
+    for collate, row, message in (
+        (create_collate_fn(), {"hash": np.full(2, (1 << 64) - 1)}, r"'hash': token 0 has 18446744073709551615, .*Give numbers of that range."),
+        (create_causal_lm_collate(), {"segment_ids": [1, (1 << 32) + 1]}, r"'segment_ids': token 1 has"),
+        (create_collate_fn(), {"labels": [5, 1 << 31]}, r"'labels': 2147483648 does not fit int32"),
+        (create_seq2seq_collate(0), {"labels": [5, -1]}, "'labels': token 1 has label -1. Give the id, or -100"),
+        (create_vision_collate(), {"image": np.zeros((2, 2)), "label": (1 << 64) - 100}, "'labels': 18446744073709551516 does not fit int32"),
+    ):  # fmt: skip
+        with pytest.raises(SourceError, match=f"row 0 of the batch, column {message}"):
+            collate([{"input_ids": [5, 6]} | row])
+    with pytest.raises(ConfigError, match="pad_token_id: 2147483648 is no id that fits int32"):
+        create_causal_lm_collate(1 << 31)
+    with pytest.raises(ConfigError, match=r"^label_pad_token_id: 'x' is no id that fits int32"):
+        create_collate_fn(label_pad_token_id="x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="decoder_start_token_id: -3000000000 is no id"):
+        create_seq2seq_collate(0, decoder_start_token_id=-3_000_000_000)
+    whole = create_masked_lm_collate(load_tokenizer(tokenizer()), mask_token_id=3, whole_word=True)
+    with pytest.raises(SourceError, match="row 0 of the batch, column 'input_ids': token 1: 999"):
+        whole([{"input_ids": [5, 999]}])
 
 
 def test_causal_lm_refuses_labels_that_were_shifted():

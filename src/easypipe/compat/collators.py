@@ -34,6 +34,7 @@ from easypipe.core.schema import (
 )
 from easypipe.core.values import Array, Batch, Collate, Identity, Int64, Item, Row, attribute_of
 from easypipe.loader.collate import CollateConfig, collate, row_width
+from easypipe.loader.rows.rows import MOST_IDS
 
 log = logging.getLogger("easypipe")
 
@@ -84,6 +85,8 @@ class Padding:
             f"{self.max_length} is not a row length",
             "Give at least 1.",
         )
+        require_id(self.pad_token_id, "pad_token_id")
+        require_id(self.label_pad_token_id, "label_pad_token_id")
         check_tensors(self.return_tensors)
 
     def width(self, rows: Sequence[Int64]) -> int:
@@ -154,7 +157,9 @@ class PaddingCollator:
                     for value, own in zip(values, ids, strict=True)
                 )
                 batch[name] = (
-                    rule.fill(values, width, 0)
+                    rule.fill(
+                        [integers(row, name, i, wide=True) for i, row in enumerate(rows)], width, 0
+                    )
                     if along
                     else stacked([row.get(name) for row in rows], name)
                 )
@@ -216,12 +221,13 @@ class Seq2SeqCollator:
         ]
         targets = [integers(row, LABELS, i) for i, row in enumerate(rows)]
         for i, target in enumerate(targets):
+            at = place(f"row {i} of the batch", column=LABELS)
             if not target.size:
-                raise SourceError(
-                    at=place(f"row {i} of the batch", column=LABELS),
-                    problem="no token to predict",
-                    fix="Leave such rows out.",
-                )
+                raise SourceError(at=at, problem="no token to predict", fix="Leave such rows out.")
+            wrong = np.flatnonzero((target < 0) & (target != IGNORE))
+            if wrong.size:
+                problem = f"token {wrong[0]} has label {target[wrong[0]]}"
+                raise SourceError(at=at, problem=problem, fix=f"Give the id, or {IGNORE}.")
         # A decoder starts at the first slot, so targets are padded on the right.
         out = replace(rule, max_length=self.max_target_length, padding_side="right")
         width, out_width = rule.width(sources), out.width(targets)
@@ -322,6 +328,7 @@ def create_seq2seq_collate(
                 "tokenizer was given",
                 pad_token_id,
             )
+    require_id(decoder_start_token_id, "decoder_start_token_id")
     rule = (pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema)
     return Seq2SeqCollator(Padding(*rule), decoder_start_token_id, max_target_length)
 
@@ -449,13 +456,13 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int6
     names = (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK, SEGMENT_IDS)
     columns: dict[str, list[Int64]] = {name: [] for name in names}
     for i, row in enumerate(rows):
-        ids = integers(row, INPUT_IDS, i)
+        ids = integers(row, INPUT_IDS, i, wide=not next_token)
         attended, segments = (
             integers(row, name, i, like=ids) for name in (ATTENTION_MASK, SEGMENT_IDS)
         )
         labels, own = ids, row.get(LABELS)
         if own is not None and (np.ndim(own) or next_token):
-            labels = integers(row, LABELS, i, like=ids)
+            labels = integers(row, LABELS, i, like=ids, wide=not next_token)
         wrong = np.flatnonzero((labels != ids) & (labels != IGNORE))
         if next_token and wrong.size:
             raise SourceError(
@@ -497,7 +504,9 @@ def targets_of(columns: Mapping[str, Sequence[Int64]]) -> list[Int64]:
     return [np.where(mask != 0, labels, IGNORE) for labels, mask in pairs]
 
 
-def integers(row: Row, name: str, number: int, *, like: Array | None = None) -> Int64:
+def integers(
+    row: Row, name: str, number: int, *, like: Array | None = None, wide: bool = False
+) -> Int64:
     """Returns a column of a row as Int64[n].
 
     Args:
@@ -506,9 +515,11 @@ def integers(row: Row, name: str, number: int, *, like: Array | None = None) -> 
         number: The number of the row in the batch, for error messages.
         like: If given, a missing column is ones of this length, and the column must have this
             length.
+        wide: Whether values may be those of int64, which the schema of the batch checks; otherwise
+            they are those of int32. Ids are at least 0.
 
     Raises:
-        SourceError: The column is missing, or does not hold integers of the right length.
+        SourceError: The column is missing, or does not hold such integers of the right length.
     """
     given = row.get(name) if isinstance(row, Mapping) else None
     if given is None and like is not None:
@@ -533,7 +544,23 @@ def integers(row: Row, name: str, number: int, *, like: Array | None = None) -> 
             problem=f"{values.size} values for {like.size} tokens",
             fix="Give every token one.",
         )
+    most = (1 << 63 if wide else MOST_IDS) - 1
+    least = 0 if name == INPUT_IDS else -1 - most
+    wrong = np.flatnonzero((values < least) | (values > most)) if values.size else values
+    if wrong.size:
+        problem = f"token {wrong[0]} has {values[wrong[0]]}, outside [{least}, {most}]"
+        raise SourceError(at=at, problem=problem, fix="Give numbers of that range.")
     return values.astype(np.int64)
+
+
+def require_id(value: int, name: str) -> None:
+    """Checks an option that is the id of a token, or a label.
+
+    Raises:
+        ConfigError: It is no integer of int32, which batches have.
+    """
+    fits = isinstance(value, int | np.integer) and -MOST_IDS <= value < MOST_IDS
+    require(fits, name, f"{value!r} is no id that fits int32", "Give that of a token.")
 
 
 __all__ = [

@@ -74,6 +74,7 @@ class MaskedLMCollator:
         # Every row has its own draws.
         for i, (row, key) in enumerate(zip(rows, keys, strict=True)):
             ids = columns[INPUT_IDS][i]
+            self._check(ids, i)
             allowed = (columns[ATTENTION_MASK][i] != 0) & (targets[i] != IGNORE)
             words, own = self._words(row, ids, i), fold(self.seed, "masked_lm", key)
             shown, said = self._mask(ids, allowed, words, own)
@@ -88,6 +89,17 @@ class MaskedLMCollator:
             }
         )
 
+    def _check(self, ids: Int64, number: int) -> None:
+        """Raises SourceError if a token of a row is outside the vocabulary."""
+        outside = np.flatnonzero(ids >= self.vocab_size)
+        if outside.size:
+            raise SourceError(
+                at=place(f"row {number} of the batch", column=INPUT_IDS),
+                problem=f"token {outside[0]}: {ids[outside[0]]} is outside the vocabulary of "
+                f"{self.vocab_size}",
+                fix="Give the vocab_size of the tokenizer that made the rows.",
+            )
+
     def _mask(
         self,
         ids: Int64,
@@ -95,17 +107,7 @@ class MaskedLMCollator:
         words: Int64,
         key: int,
     ) -> tuple[Int64, Int64]:
-        """Returns (the tokens to show, the tokens to predict, -100 elsewhere), Int64[n] each.
-
-        Raises:
-            SourceError: A token is outside the vocabulary.
-        """
-        outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
-        if outside.size:
-            raise SourceError(
-                at=f"token {outside[0]}",
-                problem=f"{ids[outside[0]]} is outside the vocabulary of {self.vocab_size}",
-            )
+        """Returns (the tokens to show, the tokens to predict, -100 elsewhere), Int64[n] each."""
         chosen = (_draw(key, "choose", words) < self.probability) & ~self.special[ids] & allowed
         places = np.arange(ids.size)
         how = _draw(key, "how", places)

@@ -110,7 +110,7 @@ class LanguageModelingDataCollator:
                 fix="Name the column of text 'text'.",
             )
         others = {name: value for name, value in row.items() if name != TEXT}
-        return others | {INPUT_IDS: np.asarray(self._tokenizer.reference_encode(text), np.int64)}
+        return others | {INPUT_IDS: np.asarray(self._tokenizer.reference_encode(text))}
 
 
 __all__ = ["LanguageModelingDataCollator"]

@@ -398,7 +398,7 @@ def _labels(given: Sequence[Item]) -> Array:
             problem=f"{labels[i]!r} is not a number",
             fix="Give every class a number, in the dataset.",
         )
-    return labels.astype(np.int64) if labels.dtype.kind in "uib" else labels
+    return labels.astype(np.int64) if labels.dtype.kind in "ib" else labels
 
 
 def _pillow(at: str) -> Any:

@@ -313,10 +313,11 @@ def _cast(name: str, values: np.ndarray[Any, Any], kind: DType) -> np.ndarray[An
         return values
     cast = values.astype(kind)
     if kind.kind in "iu" and not np.array_equal(cast, values):
-        wrong = values[cast != values].flat[0]
+        first = tuple(np.argwhere(cast != values)[0].tolist())
+        rows = f"row {first[0]} of the batch, " if first else ""
         raise SourceError(
-            at=f"column {name!r}",
-            problem=f"{wrong} does not fit {kind}",
+            at=f"{rows}column {name!r}",
+            problem=f"{values[first]} does not fit {kind}",
             fix="Name a wider dtype in OutputSchema(dtypes=...).",
         )
     return cast
