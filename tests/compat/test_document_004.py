@@ -463,6 +463,25 @@ def test_prompts_of_tokenized_rows_are_no_targets_as_in_a_pipeline(
         assert [own[own != -100].tolist() for own in batch["labels"]] == kept
 
 
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_training_rows_keep_their_order_without_shuffle(tokens: bool, shuffle: bool) -> None:
+    rows = [{"input_ids": [4 + i, 5]} for i in range(10)]
+    module = UniversalDataModule(
+        rows,
+        tokenizer=tokenizer() if tokens else None,
+        shuffle=shuffle,
+        batch_size=2,
+        val_split=0.2,
+        seed=3,
+    )
+    loader = module.train_dataloader()
+    wanted = (4 + module.splits.train).tolist()
+    passes = [[i for batch in loader for i in batch["input_ids"][:, 0].tolist()] for _ in range(2)]
+    assert [sorted(found) for found in passes] == [wanted, wanted]
+    assert [found == wanted for found in passes] == [not shuffle, not shuffle]
+
+
 def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
     rows = [{"text": text} for text in texts(40)]
     own = train_tokenizer(rows, 300, tmp_path / "t")

@@ -53,10 +53,10 @@ class UniversalDataModule:
     """Loaders over any map-style dataset, for training and for validation.
 
     The dataset may be one of `datasets` or torch, tuples, a list of integer arrays, or a
-    PreprocessedDataset. The training loader is shuffled, with a new order every pass, and leaves
-    out a last batch that is not full. The validation loader is ordered, complete, and the same
-    every time. Rows without text are left out and counted, as with on_error="skip". Other options
-    are those of DataLoaderConfig.
+    PreprocessedDataset. The training loader is shuffled, with a new order every pass, unless
+    shuffle=False, and leaves out a last batch that is not full, unless drop_last=False. The
+    validation loader is ordered, complete, and the same every time. Rows without text are left out
+    and counted, as with on_error="skip". Other options are those of DataLoaderConfig.
 
     Args:
         train_data: The rows to train on.
@@ -111,6 +111,7 @@ class UniversalDataModule:
         self.val_split, self.max_length, self.tokenizer = val_split, max_length, tokenizer
         self._train, self._val, self._collate_fn = train_data, val_data, collate_fn
         self._passes: dict[str, int] = {}
+        options = {"shuffle": True, **options}
         self.options = DataLoaderConfig(batch_size=batch_size, seed=self.seed, **options)
         require(len(train_data), "train_data", "has no rows", "Give it some.")
         raw = train_data[0]
@@ -188,9 +189,7 @@ class UniversalDataModule:
             else subset(self._train, self.splits.train.tolist())
         )
         drop_last = True if self.options.drop_last is None else self.options.drop_last
-        return self._loader(train, "train", shuffle=True, drop_last=drop_last).counted_by(
-            self._passes, "train"
-        )
+        return self._loader(train, "train", drop_last=drop_last).counted_by(self._passes, "train")
 
     def val_dataloader(self) -> Loader | None:
         """Returns the loader of held-out rows; None if nothing is held out."""
