@@ -65,6 +65,55 @@ def engine() -> PromptEngine:
     return PromptEngine(tokenizer(), PROMPT, max_length=400)
 
 
+class Reusing:
+    """An engine that writes every row into one array."""
+
+    row = np.zeros(2, np.int64)
+
+    def encode(self, row: Any) -> dict[str, Any]:
+        self.row[:] = row
+        return {"input_ids": self.row}
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_who_writes_into_a_row_changes_no_later_read(engine: PromptEngine, cached: bool):
+    own = PreprocessedDataset([[5, 6], [7, 8]], Reusing(), cached)  # pyright: ignore[reportArgumentType]
+    for dataset in (PreprocessedDataset(ROWS, engine, cached), own):
+        wanted = dataset[0]["input_ids"].tolist()
+        for each in (dataset, dataset.select([0, 1])):
+            for _ in range(2):
+                row, _ = each[0], each[1]
+                assert row["input_ids"].tolist() == wanted
+                row["input_ids"][:] = 0
+
+
+@pytest.mark.parametrize("index", [slice(0, 2), "input_ids", [0, 1], 1.0])
+def test_what_is_no_number_of_a_row_is_refused(engine: PromptEngine, index: Any):
+    dataset = PreprocessedDataset(ROWS, engine)
+    with pytest.raises(ConfigError, match=r"is not the number of a row\. For several rows take"):
+        dataset[index]
+    assert dataset[np.int64(-1)]["input_ids"].tolist() == dataset[40]["input_ids"].tolist()
+    with pytest.raises(IndexError, match="row -42 of 41"):
+        dataset[-42]
+
+
+def test_a_stream_of_one_rank_is_not_read_by_another(engine: PromptEngine):
+    def first(**ranks: int) -> list[int]:
+        loader = DataLoaderBuilder().with_dataset(
+            StreamingPreprocessedDataset(ROWS, engine, rank=1, world_size=2)
+        )
+        batch = next(iter(loader.with_options(batch_size=1, **ranks).build()))
+        return batch["input_ids"][0].tolist()
+
+    wanted = PreprocessedDataset(ROWS, engine)[1]["input_ids"].tolist()
+    assert first() == first(rank=1, world_size=2) == wanted
+    message = "rank: 0 of 2, but StreamingPreprocessedDataset is that of rank 1 of 2. Give rank and"
+    with pytest.raises(ConfigError, match=message):
+        first(rank=0, world_size=2)
+    with pytest.raises(ConfigError, match="world_size to one of the two"):
+        first(rank=1, world_size=3)
+
+
 def spelling(rows: Any = ROWS, shuffle: bool = False, seed: int = 0, **load: Any) -> Any:
     dataset = DatasetConfig(
         name="dataset1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from easypipe.compat.collators import create_causal_lm_collate
 from easypipe.compat.foreign import pad_of, tokenizer_config
 from easypipe.compat.loaders import require_rows
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, require
+from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import Array, Collate, Dataset, Item, Row, attribute_of
@@ -68,16 +69,28 @@ class PreprocessedDataset:
         return len(self._data)
 
     def __getitem__(self, index: int) -> Encoded:
-        """Returns `input_ids` Int32[n] and `loss_mask` UInt8[n], which is 1 for targets."""
-        number = index + len(self) if index < 0 else index
+        """Returns `input_ids` Int32[n] and `loss_mask` UInt8[n], which is 1 for targets.
+
+        The arrays are the caller's own.
+        """
+        try:
+            number = operator.index(index)
+        except TypeError:
+            raise ConfigError(
+                at="PreprocessedDataset[...]",
+                problem=f"{index!r} is not the number of a row",
+                fix="For several rows take dataset.select(range(...)).",
+            ) from None
+        number += len(self) if number < 0 else 0
         if not 0 <= number < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        if number in self._kept:
-            return dict(self._kept[number])
-        made = _encode(self._engine, self._data, self._data[number], number)
-        if self._keeps:
+        made = self._kept.get(number)
+        if made is None:
+            made = _encode(self._engine, self._data, self._data[number], number)
+            if not self._keeps:
+                return made
             self._kept[number] = made
-        return dict(made)
+        return {name: array.copy() for name, array in made.items()}
 
     def __iter__(self) -> Iterator[Encoded]:
         return (self[i] for i in range(len(self)))
@@ -304,7 +317,7 @@ def _with_ids(engine: Any, made: Item) -> Encoded:
             have=have,
             fix=fix,
         )
-    return {str(name): np.asarray(values) for name, values in made.items()}
+    return {str(name): np.array(values) for name, values in made.items()}
 
 
 def _collator_of(engine: PromptEngine) -> Collate:

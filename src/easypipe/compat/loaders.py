@@ -418,6 +418,14 @@ def _forward_loader(dataset: Dataset, options: DataLoaderConfig, name: str) -> E
     )
     own_ranks = attribute_of(dataset, "sharded")
     if options.world_size > 1 and own_ranks is not None:
+        own = attribute_of(dataset, "rank"), attribute_of(dataset, "world_size")
+        require(
+            own[1] in (None, 1) or own == (options.rank, options.world_size),
+            "rank",
+            f"{options.rank} of {options.world_size}, but {type(dataset).__name__} is that of "
+            f"rank {own[0]} of {own[1]}",
+            "Give rank and world_size to one of the two.",
+        )
         dataset, options = (
             own_ranks(options.rank, options.world_size),
             dataclasses.replace(options, rank=0, world_size=1),
