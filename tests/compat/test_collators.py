@@ -215,6 +215,29 @@ def test_other_numbers_that_a_column_cannot_hold_are_refused():
         whole([{"input_ids": [5, 999]}])
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        [-1, (1 << 63) + 1],
+        [0.5, (1 << 53) + 1],
+        [[1.0, 2], [0.5, (1 << 53) + 1]],
+        [[1, 2], [np.uint64((1 << 63) + 1), -1]],
+        [np.array([0.5]), np.array([(1 << 53) + 1])],
+    ],
+)
+def test_integers_that_would_become_fractions_are_refused(values: list):
+    rows = [{"n": value} for value in values]
+    message = "row 1 of the batch, column 'n': [0-9]+ would become 9.*: no type holds all numbers. "
+    with pytest.raises(SourceError, match=message + "Give texts, or smaller numbers"):
+        default_collate(rows)
+    assert default_collate(rows[:1])["n"].tolist() == [np.asarray(values[0]).tolist()]
+
+
+def test_large_floats_and_exact_integers_are_stacked():
+    rows = [{"n": [1 << 60, 0.5]}, {"n": np.array([1e300, np.inf])}, {"n": [np.nan, 3]}]
+    assert default_collate(rows)["n"][:2].tolist() == [[2.0**60, 0.5], [1e300, np.inf]]
+
+
 def test_causal_lm_refuses_labels_that_were_shifted():
     with pytest.raises(
         SourceError,

@@ -40,6 +40,8 @@ log = logging.getLogger("easypipe")
 
 MASKS = (LOSS_MASK, COMPLETION_MASK, ASSISTANT_MASKS)  # 1 is a target
 
+EXACT = 1 << 53  # floats hold every integer below
+
 Side = Literal["right", "left"]
 Tensors = bool | Literal["np", "jax"]
 
@@ -403,7 +405,8 @@ def stacked(values: Sequence[Item], name: str) -> Any:
     """Stacks the values of a column; returns a list if they are not numbers.
 
     Raises:
-        SourceError: Shapes differ; the error names row and column.
+        SourceError: Shapes differ, or integers would become other numbers; the error names row and
+            column.
     """
     arrays = [as_array(value) for value in values]
     if any(array.dtype.kind not in "biuf" for array in arrays):
@@ -415,7 +418,20 @@ def stacked(values: Sequence[Item], name: str) -> Any:
                 problem=f"shape {array.shape}, the first row has {arrays[0].shape}",
                 fix="Make them alike in the dataset, or give a collator that pads or resizes.",
             )
-    return np.stack(arrays)
+    made = np.stack(arrays)
+    if made.dtype.kind == "f" and np.any(np.abs(made) >= EXACT):
+        for i, (value, array) in enumerate(zip(values, arrays, strict=True)):
+            if array.dtype.kind == "f" and not isinstance(value, list | tuple):
+                continue
+            whole = np.asarray(value, object).flat
+            for one, kept in zip(whole, made[i].flat, strict=True):
+                if isinstance(one, int | np.integer) and int(one) != kept.item():
+                    raise SourceError(
+                        at=place(f"row {i} of the batch", column=name),
+                        problem=f"{one} would become {kept}: no type holds all numbers",
+                        fix="Give texts, or smaller numbers.",
+                    )
+    return made
 
 
 def as_array(value: Item) -> Array:
