@@ -238,6 +238,35 @@ def test_large_floats_and_exact_integers_are_stacked():
     assert default_collate(rows)["n"][:2].tolist() == [[2.0**60, 0.5], [1e300, np.inf]]
 
 
+@pytest.mark.parametrize(
+    ("make", "option", "values", "words"),
+    [
+        (create_collate_fn, "max_length", ["a", 2.5, True, 0], "is not a row length"),
+        (create_seq2seq_collate, "max_target_length", ["a"], "is not a row length"),
+        (create_causal_lm_collate, "schema", [{"labels": "int64"}, 3], "is no OutputSchema. Give"),
+        (create_causal_lm_collate, "pad_token_id", [None, 1.5, True], "is no id that fits int32"),
+        (create_masked_lm_collate, "probability", ["a", 1, True], "is not a share of tokens"),
+        (create_masked_lm_collate, "seed", [1.5, "a"], "is no whole number. Give 0 or another"),
+        (create_masked_lm_collate, "vocab_size", [9.5], "is no id that fits int32"),
+        (create_masked_lm_collate, "mask_token_id", [0.5], "is outside the vocabulary of 9"),
+        (
+            create_vision_collate,
+            "image_size",
+            [2.5, True, "a"],
+            "are not its numbers. Give a tuple",
+        ),
+        (create_vision_collate, "mean", [3, ["a"] * 3, [1, 1, np.nan]], "are not its numbers"),
+        (create_vision_collate, "schema", [4], "is no OutputSchema"),
+    ],
+)
+def test_options_that_are_no_numbers_are_refused_by_name(make, option, values, words):
+    known = {"mask_token_id": 3, "vocab_size": 9} if make is create_masked_lm_collate else {}
+    known |= {"std": [1, 1, 1]} if option == "mean" else {}
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^{option}: .* ?{words}".replace(". ", r"\. ")):
+            make(**known | {option: value})
+
+
 def test_causal_lm_refuses_labels_that_were_shifted():
     with pytest.raises(
         SourceError,

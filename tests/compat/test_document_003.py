@@ -152,6 +152,11 @@ def test_the_dataset_is_a_continuous_stream(path: str, tokenizer: BPETokenizer) 
     for i in (len(dataset), -len(dataset) - 1):
         with pytest.raises(IndexError, match="was asked for"):
             dataset[i]
+    with pytest.raises(ConfigError, match=r"^TransformerDataset\[...\]: slice.* Take one item at"):
+        dataset[0:2]  # pyright: ignore[reportArgumentType]
+    assert dataset[np.int64(-1)].keys() == dataset[-1].keys()
+    with pytest.raises(ConfigError, match=r"stride: 1\.5 tokens from one item to the next"):
+        TransformerDataset("data/val.jsonl", tokenizer, LENGTH, stride=1.5)  # pyright: ignore[reportArgumentType]
 
 
 @given(st.integers(1, 80), st.integers(1, 90))

@@ -482,6 +482,14 @@ def test_training_rows_keep_their_order_without_shuffle(tokens: bool, shuffle: b
     assert [found == wanted for found in passes] == [not shuffle, not shuffle]
 
 
+def test_a_bad_first_row_of_a_preprocessed_dataset_is_left_out() -> None:
+    engine = PromptEngine(tokenizer(), PromptConfig(format_type="text"))
+    options: dict[str, Any] = {"batch_size": 5, "seed": 3, "shuffle": False}
+    module = UniversalDataModule(PreprocessedDataset([{"text": " "}, *WIKI], engine), **options)
+    rows = UniversalDataModule(PreprocessedDataset(WIKI, engine), **options)
+    assert_same_batches(module.train_dataloader(), list(rows.train_dataloader()))
+
+
 def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
     rows = [{"text": text} for text in texts(40)]
     own = train_tokenizer(rows, 300, tmp_path / "t")
@@ -533,6 +541,11 @@ def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
             "tokenizer: the rows are text, but no tokenizer is given",
         ),
         ({"val_split": 1.0}, "val_split: 1.0 is not a share of the rows"),
+        ({"val_split": "a"}, "val_split: 'a' is not a share of the rows"),
+        (
+            {"train_data": WIKI, "tokenizer": "x", "max_length": 5, "collate_fn": list},
+            "max_length: has no effect: collate_fn makes the batches. Cut the texts there.",
+        ),
         ({"train_data": []}, "train_data: has no rows"),
         ({"train_data": iter([1])}, "train_data: list_iterator does not return rows by number"),
         (

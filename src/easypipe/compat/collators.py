@@ -81,15 +81,10 @@ class Padding:
             f"{self.padding_side!r} is not a side",
             have=["right", "left"],
         )
-        require(
-            self.max_length is None or self.max_length >= 1,
-            "max_length",
-            f"{self.max_length} is not a row length",
-            "Give at least 1.",
-        )
+        require_length(self.max_length, "max_length")
         require_id(self.pad_token_id, "pad_token_id")
         require_id(self.label_pad_token_id, "label_pad_token_id")
-        check_tensors(self.return_tensors)
+        check_form(self.return_tensors, self.schema)
 
     def width(self, rows: Sequence[Int64]) -> int:
         """Returns the width of a batch of these rows.
@@ -207,6 +202,10 @@ class Seq2SeqCollator:
     padding: Padding
     decoder_start_token_id: int
     max_target_length: int | None = None
+
+    def __post_init__(self) -> None:
+        require_id(self.decoder_start_token_id, "decoder_start_token_id")
+        require_length(self.max_target_length, "max_target_length")
 
     @property
     def recipe(self) -> Identity:
@@ -330,7 +329,6 @@ def create_seq2seq_collate(
                 "tokenizer was given",
                 pad_token_id,
             )
-    require_id(decoder_start_token_id, "decoder_start_token_id")
     rule = (pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema)
     return Seq2SeqCollator(Padding(*rule), decoder_start_token_id, max_target_length)
 
@@ -370,12 +368,23 @@ def default_collate(rows: Sequence[Item]) -> Any:
     return {"data": stacked(rows, "data")}
 
 
-def check_tensors(return_tensors: Tensors) -> None:
-    """Checks the option return_tensors.
+def is_number(value: object, kind: type[int] | type[float] = float) -> bool:
+    """Returns whether an option is a finite number: of `int`, a whole one."""
+    kinds = (int, np.integer) if kind is int else (int, float, np.number)
+    return isinstance(value, kinds) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
+def check_form(return_tensors: Tensors, schema: OutputSchema | None) -> None:
+    """Checks the options return_tensors and schema.
 
     Raises:
-        ConfigError: It is not one of the kinds that collators make.
+        ConfigError: Collators do not make such arrays.
     """
+    problem, fix = (
+        f"{schema!r} is no OutputSchema",
+        'Give OutputSchema(dtypes={"labels": "int64"}).',
+    )
+    require(isinstance(schema, OutputSchema), "schema", problem, fix)
     known = (True, False, "np", "jax")
     require(
         return_tensors in known,
@@ -569,13 +578,19 @@ def integers(
     return values.astype(np.int64)
 
 
+def require_length(value: int | None, name: str) -> None:
+    """Checks an option that is the slots of a row; None takes those of the longest."""
+    fits = value is None or (is_number(value, int) and value >= 1)
+    require(fits, name, f"{value!r} is not a row length", "Give at least 1.")
+
+
 def require_id(value: int, name: str) -> None:
     """Checks an option that is the id of a token, or a label.
 
     Raises:
         ConfigError: It is no integer of int32, which batches have.
     """
-    fits = isinstance(value, int | np.integer) and -MOST_IDS <= value < MOST_IDS
+    fits = is_number(value, int) and -MOST_IDS <= value < MOST_IDS
     require(fits, name, f"{value!r} is no id that fits int32", "Give that of a token.")
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from easypipe.compat.collators import as_array
+from easypipe.compat.collators import as_array, is_number
 from easypipe.compat.datasets import PreprocessedDataset, subset
 from easypipe.compat.foreign import MESSAGES, TEXT, TokenizerLike, is_own, tokenizer_config
 from easypipe.compat.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
@@ -89,9 +89,9 @@ class UniversalDataModule:
         **options: Any,
     ) -> None:
         require(
-            0 <= val_split < 1,
+            is_number(val_split) and 0 <= val_split < 1,
             "val_split",
-            f"{val_split} is not a share of the rows",
+            f"{val_split!r} is not a share of the rows",
             "Give one from 0 up to 1.",
         )
         if val_data is not None and val_split:
@@ -114,7 +114,9 @@ class UniversalDataModule:
         options = {"shuffle": True, **options}
         self.options = DataLoaderConfig(batch_size=batch_size, seed=self.seed, **options)
         require(len(train_data), "train_data", "has no rows", "Give it some.")
-        raw = train_data[0]
+        # what a PreprocessedDataset makes is known, and its first row may be a bad one
+        encoded = isinstance(train_data, PreprocessedDataset)
+        raw: Item = {INPUT_IDS: ()} if encoded else train_data[0]
         first = _row(raw)
         self._arrays = first is not raw
         self.task_spec = task_spec or _task_of(first)
@@ -163,6 +165,12 @@ class UniversalDataModule:
             "max_length",
             "cuts texts that are encoded here, but these rows are not text",
             "Leave it out.",
+        )
+        require(
+            self.max_length is None or self._collate_fn is None,
+            "max_length",
+            "has no effect: collate_fn makes the batches",
+            "Cut the texts there.",
         )
         if self._collate_fn is None:
             entry = CollatorRegistry.get_instance().find(self.task_spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from easypipe.compat.collators import create_causal_lm_collate
-from easypipe.compat.foreign import pad_of, tokenizer_config
+from easypipe.compat.foreign import pad_of, row_number, tokenizer_config
 from easypipe.compat.loaders import require_rows
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, require
+from easypipe.core.errors import SourceError, require
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import Array, Collate, Dataset, Item, Row, attribute_of
@@ -73,15 +72,8 @@ class PreprocessedDataset:
 
         The arrays are the caller's own.
         """
-        try:
-            number = operator.index(index)
-        except TypeError:
-            raise ConfigError(
-                at="PreprocessedDataset[...]",
-                problem=f"{index!r} is not the number of a row",
-                fix="For several rows take dataset.select(range(...)).",
-            ) from None
-        number += len(self) if number < 0 else 0
+        fix = "For several rows take dataset.select(range(...))."
+        number = row_number(index, len(self), "PreprocessedDataset", fix)
         if not 0 <= number < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         made = self._kept.get(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.schema import INPUT_IDS
-from easypipe.core.values import Integers, Row, attribute_of
+from easypipe.core.values import Integers, Item, Row, attribute_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -144,6 +145,20 @@ def as_tokenizer(
     if isinstance(tokenizer, Tokenizer) and max_length in (None, tokenizer.config.max_length):
         return tokenizer
     return load_tokenizer(tokenizer_config(tokenizer, max_length=max_length))
+
+
+def row_number(index: Item, count: int, name: str, fix: str) -> int:
+    """Returns the number of a row, of which a negative one counts from the end of `count` rows.
+
+    Raises:
+        ConfigError: The index is no whole number, for example a slice.
+    """
+    try:
+        number = operator.index(index)
+    except TypeError:
+        at, problem = f"{name}[...]", f"{index!r} is not the number of a row"
+        raise ConfigError(at=at, problem=problem, fix=fix) from None
+    return number + count if number < 0 else number
 
 
 def pad_of(tokenizer: TokenizerLike) -> int:

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.compat.collators import Padding, Side, Tensors, integers, targets_of, token_columns
+from easypipe.compat.collators import (
+    Padding,
+    Side,
+    Tensors,
+    integers,
+    is_number,
+    require_id,
+    targets_of,
+    token_columns,
+)
 from easypipe.compat.foreign import OwnTokenizer, Rows, TokenizerLike, as_tokenizer
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError, place, require
@@ -175,8 +184,10 @@ def create_masked_lm_collate(
         ConfigError: Something is missing.
     """
     known = None if tokenizer is None else as_tokenizer(tokenizer)
-    problem = f"{probability} is not a share of tokens"
-    require(0 < probability < 1, "probability", problem, "Give one between 0 and 1.")
+    problem = f"{probability!r} is not a share of tokens"
+    fits = is_number(probability) and 0 < probability < 1
+    require(fits, "probability", problem, "Give one between 0 and 1.")
+    require(is_number(seed, int), "seed", f"{seed!r} is no whole number", "Give 0 or another.")
     special, starts = list(special_token_ids), None
     if known is not None:
         own, masks = _specials(known)
@@ -193,6 +204,7 @@ def create_masked_lm_collate(
             problem="is not known",
             fix=fix if known is None else f"{known.name} has none: give it.",
         )
+    require_id(vocab_size, "vocab_size")
     is_special = _special(mask_token_id, special, vocab_size)
     pad = pad_token_id or 0
     rule = (pad, label_pad_token_id, padding_side, max_length, return_tensors, schema)
@@ -219,7 +231,7 @@ def _special(mask_token_id: int, special: Sequence[int], vocab_size: int) -> Boo
     for name, ids in (("mask_token_id", [mask_token_id]), ("special_token_ids", special)):
         for number in ids:
             require(
-                0 <= number < vocab_size,
+                is_number(number, int) and 0 <= number < vocab_size,
                 name,
                 f"{number} is outside the vocabulary of {vocab_size}",
                 "Give a larger vocab_size.",

@@ -15,10 +15,12 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 
+from easypipe.compat.collators import is_number
 from easypipe.compat.foreign import (
     OwnTokenizer,
     TokenizerLike,
     is_own,
+    row_number,
     tokenizer_config,
     vocabulary_of,
 )
@@ -190,7 +192,10 @@ class TransformerDataset:
         content_field: str = "text",
     ) -> None:
         require(
-            stride >= 1, "stride", f"{stride} tokens from one item to the next", "Give at least 1."
+            is_number(stride, int) and stride >= 1,
+            "stride",
+            f"{stride} tokens from one item to the next",
+            "Give at least 1.",
         )
         self.seq_length, self.stride = seq_length, stride
         pipeline = stream(
@@ -213,8 +218,9 @@ class TransformerDataset:
 
         Raises:
             IndexError: i is after the end.
+            ConfigError: i is no number.
         """
-        index = i + len(self) if i < 0 else i
+        index = row_number(i, len(self), "TransformerDataset", "Take one item at a time.")
         if not 0 <= index < len(self):
             raise IndexError(f"item {i} was asked for, there are {len(self)}")
         row, offset = divmod(index * self.stride, self.seq_length)

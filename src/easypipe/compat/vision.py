@@ -20,10 +20,11 @@ from easypipe.compat.collators import (
     Tensors,
     as_array,
     called,
-    check_tensors,
+    check_form,
     default_collate,
     draws,
     handed_out,
+    is_number,
     recipe_of,
     require_some,
     stacked,
@@ -71,6 +72,11 @@ class VisionDataCollator:
         size = (self.image_size,) * 2 if isinstance(self.image_size, int) else self.image_size
         given = {"mean": self.mean, "std": self.std, "image_size": size}
         for name, values in given.items():  # also lists, and one number for both sides
+            numbers = values is None or (
+                isinstance(values, Sequence | np.ndarray)
+                and all(is_number(one, int if name == "image_size" else float) for one in values)
+            )
+            require(numbers, name, f"{values!r} are not its numbers", "Give a tuple of them.")
             object.__setattr__(self, name, None if values is None else tuple(values))
         problem, fix = f"no preset {self.preset!r}", "Give mean and std for others."
         require_known(self.preset, PRESETS, "preset", problem, fix)
@@ -99,7 +105,7 @@ class VisionDataCollator:
             f"{size} is not (height, width)",
             "Give two numbers of pixels.",
         )
-        check_tensors(self.return_tensors)
+        check_form(self.return_tensors, self.schema)
 
     @property
     def recipe(self) -> Identity:
