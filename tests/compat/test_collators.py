@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe import (
+    UniversalDataModule,
     create_causal_lm_collate,
     create_collate_fn,
     create_masked_lm_collate,
@@ -265,6 +266,35 @@ def test_options_that_are_no_numbers_are_refused_by_name(make, option, values, w
     for value in values:
         with pytest.raises(ConfigError, match=rf"^{option}: .* ?{words}".replace(". ", r"\. ")):
             make(**known | {option: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("float16", 4097),
+        ("float16", 70_000),
+        ("float32", (1 << 24) + 1),
+        ("float64", (1 << 53) + 1),
+    ],
+)
+def test_integers_that_a_type_of_fractions_rounds_are_refused(kind: str, number: int):
+    collate = create_collate_fn(schema=OutputSchema(dtypes={"n": kind}))
+    message = f"row 1 of the batch, column 'n': {number} does not fit {kind}"
+    with pytest.raises(SourceError, match=message):
+        collate([{"input_ids": [5], "n": 4096}, {"input_ids": [5], "n": number}])
+    batch = collate([{"input_ids": [5], "n": 4096}, {"input_ids": [5], "n": -3}])
+    assert (batch["n"].tolist(), batch["n"].dtype) == ([4096, -3], kind)
+
+
+def test_rows_that_were_packed_keep_their_positions_as_in_a_pipeline():
+    row = {"input_ids": [5, 6, 7], "segment_ids": [1, 2, 2], "position_ids": [3, 0, 7]}
+    options = {"batch_size": 1, "seed": 1}
+    batches = [
+        next(iter(UniversalDataModule([row], tokenizer=one, **options).train_dataloader()))
+        for one in (None, tokenizer())
+    ]
+    assert_same_batch(*batches)
+    assert batches[0]["position_ids"].tolist() == [[3, 0, 7]]
 
 
 def test_causal_lm_refuses_labels_that_were_shifted():

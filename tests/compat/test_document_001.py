@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,8 +94,28 @@ def test_what_is_no_number_of_a_row_is_refused(engine: PromptEngine, index: Any)
     with pytest.raises(ConfigError, match=r"is not the number of a row\. For several rows take"):
         dataset[index]
     assert dataset[np.int64(-1)]["input_ids"].tolist() == dataset[40]["input_ids"].tolist()
-    with pytest.raises(IndexError, match="row -42 of 41"):
-        dataset[-42]
+    for read in (dataset.__getitem__, lambda i: dataset.select([i])):
+        with pytest.raises(IndexError, match="row -42 of 41"):
+            read(-42)
+    with pytest.raises(ConfigError, match=r"True.* is not the number of a row"):
+        dataset.select(np.array([True] * 41))
+    assert dataset.select([-1])[0]["input_ids"].tolist() == dataset[40]["input_ids"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"buffer_size": 2.5}, "buffer_size: 2.5 rows"),
+        ({"buffer_size": "a"}, "buffer_size: 'a' rows"),
+        ({"seed": 1.5}, "seed: 1.5 is no whole number. Give 0 or another."),
+        ({"rank": 0.5, "world_size": 3}, "rank: there is no rank 0.5 of 3. Give whole numbers."),
+    ],
+)
+def test_options_of_a_stream_that_are_no_numbers_are_refused(
+    engine: PromptEngine, options: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        StreamingPreprocessedDataset(ROWS, engine, **options)
 
 
 def test_a_stream_of_one_rank_is_not_read_by_another(engine: PromptEngine):

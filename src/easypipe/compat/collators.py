@@ -4,8 +4,8 @@ They make batches for users who already have rows of tokens; `Pipeline.load()` d
 
 B rows of a batch · T slots, the longest row's or `max_length`. A row is a mapping with `input_ids`,
 and optionally `labels` (unshifted: the id of the same token, or -100), `loss_mask`,
-`completion_mask` or `assistant_masks` (1: the token is a target; with several of them, in all) and
-`attention_mask`.
+`completion_mask` or `assistant_masks` (1: the token is a target; with several of them, in all),
+`attention_mask`, and of rows that were packed `segment_ids` and `position_ids`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from easypipe.core.schema import (
     INPUT_IDS,
     LABELS,
     LOSS_MASK,
+    POSITION_IDS,
     SEGMENT_IDS,
     OutputSchema,
 )
@@ -190,6 +191,12 @@ class CausalLMCollator:
             SEGMENT_IDS: rule.fill(columns[SEGMENT_IDS], width, 0),
             LOSS_MASK: rule.fill(targets, width, 0),
         }
+        if all(POSITION_IDS in row and SEGMENT_IDS in row for row in rows):  # packed elsewhere
+            own = [
+                integers(row, POSITION_IDS, i, like=ids)
+                for i, (row, ids) in enumerate(zip(rows, columns[INPUT_IDS], strict=True))
+            ]
+            at_rest[POSITION_IDS] = rule.fill(own, width, 0)
         batch: Batch = dict(collate(at_rest, attention_mask=True))
         batch[LABELS][batch[LABELS] == IGNORE] = rule.label_pad_token_id
         return rule.finish(batch)

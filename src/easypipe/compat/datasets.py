@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from easypipe.compat.collators import create_causal_lm_collate
+from easypipe.compat.collators import create_causal_lm_collate, is_number
 from easypipe.compat.foreign import pad_of, row_number, tokenizer_config
 from easypipe.compat.loaders import require_rows
 from easypipe.core.config import digest
@@ -72,10 +72,7 @@ class PreprocessedDataset:
 
         The arrays are the caller's own.
         """
-        fix = "For several rows take dataset.select(range(...))."
-        number = row_number(index, len(self), "PreprocessedDataset", fix)
-        if not 0 <= number < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+        number = self._number(index)
         made = self._kept.get(number)
         if made is None:
             made = _encode(self._engine, self._data, self._data[number], number)
@@ -83,6 +80,13 @@ class PreprocessedDataset:
                 return made
             self._kept[number] = made
         return {name: array.copy() for name, array in made.items()}
+
+    def _number(self, index: int) -> int:
+        fix = "For several rows take dataset.select(range(...))."
+        number = row_number(index, len(self), "PreprocessedDataset", fix)
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return number
 
     def __iter__(self) -> Iterator[Encoded]:
         return (self[i] for i in range(len(self)))
@@ -92,7 +96,7 @@ class PreprocessedDataset:
 
         Rows that were already encoded are kept.
         """
-        chosen = [int(i) for i in indices]
+        chosen = [self._number(index) for index in indices]
         made = PreprocessedDataset(subset(self._data, chosen), self._engine, self._keeps)
         kept = self._kept
         made._kept = {new: kept[old] for new, old in enumerate(chosen) if old in kept}
@@ -148,7 +152,9 @@ class StreamingPreprocessedDataset:
         world_size: int = 1,
     ) -> None:
         _require_engine(prompt_engine)
-        require(buffer_size >= 0, "buffer_size", f"{buffer_size} rows", "Give 0 to keep the order.")
+        sized = is_number(buffer_size, int) and buffer_size >= 0
+        require(sized, "buffer_size", f"{buffer_size!r} rows", "Give 0 to keep the order.")
+        require(is_number(seed, int), "seed", f"{seed!r} is no whole number", "Give 0 or another.")
         check_rank(rank, world_size)
         readable = attribute_of(hf_iterable, "__iter__", "__getitem__") is not None
         require(

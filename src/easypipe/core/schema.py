@@ -311,9 +311,12 @@ def _cast(name: str, values: np.ndarray[Any, Any], kind: DType) -> np.ndarray[An
     """Casts numbers to a dtype; raises SourceError for an integer that does not fit."""
     if values.dtype == kind:
         return values
-    cast = values.astype(kind)
-    if kind.kind in "iu" and not np.array_equal(cast, values):
-        first = tuple(np.argwhere(cast != values)[0].tolist())
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = values.astype(kind)
+        whole = kind.kind == "f" and values.dtype.kind in "iu"
+        changed = (cast.astype(values.dtype) if whole else cast) != values
+    if (whole or kind.kind in "iu") and changed.any():
+        first = tuple(np.argwhere(changed)[0].tolist())
         rows = f"row {first[0]} of the batch, " if first else ""
         raise SourceError(
             at=f"{rows}column {name!r}",

@@ -27,11 +27,12 @@ def check_rank(rank: int, world_size: int) -> None:
     Raises:
         ConfigError: There is no such rank.
     """
+    whole = isinstance(rank, int | np.integer) and isinstance(world_size, int | np.integer)
     require(
-        world_size >= 1 and 0 <= rank < world_size,
+        whole and world_size >= 1 and 0 <= rank < world_size,
         "rank",
-        f"there is no rank {rank} of {world_size}",
-        f"Ranks count from 0 to {max(world_size, 1) - 1}.",
+        f"there is no rank {rank!r} of {world_size!r}",
+        f"Ranks count from 0 to {max(world_size, 1) - 1}." if whole else "Give whole numbers.",
     )
 
 
