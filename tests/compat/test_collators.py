@@ -297,6 +297,15 @@ def test_rows_that_were_packed_keep_their_positions_as_in_a_pipeline():
     assert batches[0]["position_ids"].tolist() == [[3, 0, 7]]
 
 
+def test_flattened_rows_are_documents_that_do_not_see_each_other():
+    """transformers' DataCollatorWithFlattening writes only positions."""
+    row = {"input_ids": [5, 6, 7, 8, 9], "position_ids": [0, 1, 0, 1, 2]}
+    batch = create_causal_lm_collate()([row, {**row, "attention_mask": [1, 1, 1, 1, 0]}])
+    assert batch["segment_ids"].tolist() == [[1, 1, 2, 2, 2], [1, 1, 2, 2, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 0]]
+    assert batch["labels"][0].tolist() == [6, -100, 8, 9, -100]
+
+
 def test_causal_lm_refuses_labels_that_were_shifted():
     with pytest.raises(
         SourceError,

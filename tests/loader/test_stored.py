@@ -189,6 +189,30 @@ def test_an_attention_mask_says_where_the_one_segment_lies():
     assert batch[LABELS].tolist() == [[IGNORE, IGNORE, 6, IGNORE], [8, 9, IGNORE, IGNORE]]
 
 
+def test_positions_that_start_again_begin_a_segment():
+    """Also in the first slot of a row whose positions do not start at 0, and next to empty rows."""
+    positions = [[], [0, 1, 0, 1, 2], [3, 4], [], [0, 0, 1], []]
+    masks = [[1] * len(row) for row in positions]
+    masks[1][4] = 0
+    rows = StoredRows(
+        Tables(
+            [
+                pa.table(
+                    {
+                        "input_ids": [[7] * len(row) for row in positions],
+                        "position_ids": positions,
+                        "attention_mask": masks,
+                    }
+                )
+            ]
+        )
+    )
+    segments = rows.gather(np.arange(6), 5)["segment_ids"].tolist()
+    assert segments == [
+        [0] * 5, [1, 1, 2, 2, 0], [1, 1, 0, 0, 0], [0] * 5, [1, 2, 2, 0, 0], [0] * 5,
+    ]  # fmt: skip
+
+
 def test_shifted_labels_are_refused_with_what_to_do():
     ids = np.array([[5, 6, 7], [8, 9, 4]])
     source = Tables(

@@ -37,6 +37,7 @@ from easypipe.core.schema import (
     INPUT_IDS,
     LABELS,
     LOSS_MASK,
+    POSITION_IDS,
     SEGMENT_IDS,
 )
 from easypipe.stages.tokenize.documents import require_documents
@@ -159,10 +160,15 @@ def test_the_cache_is_opened_where_it_stands_and_made_again_where_it_is_damaged(
             {INPUT_IDS: [1, 2], ATTENTION_MASK: [1, 0]},
             r"row 1, column 'attention_mask': the row is padded. Save the tokens without",
         ),
+        (
+            {INPUT_IDS: [1, 2, 3], POSITION_IDS: [0, 1, 0]},
+            r"row 1, column 'position_ids': positions start again at 0: the row holds several",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, row: dict, message: str) -> None:
     good = {INPUT_IDS: [7, 8], LABELS: [7, 8], LOSS_MASK: [1, 1], ATTENTION_MASK: [1, 1]}
+    good[POSITION_IDS] = [0, 1]
     rows = [{name: good[name] for name in row}, row]
     with pytest.raises(SourceError, match=message):
         pipeline(tmp_path, rows).pack(PACK).ledger()

@@ -36,6 +36,7 @@ from easypipe.core.schema import (
 from easypipe.core.values import Array, Batch, Collate, Identity, Int64, Item, Row, attribute_of
 from easypipe.loader.collate import CollateConfig, collate, row_width
 from easypipe.loader.rows.rows import MOST_IDS
+from easypipe.loader.rows.stored import segments_of
 
 log = logging.getLogger("easypipe")
 
@@ -471,7 +472,8 @@ def require_some(rows: Sequence[Item]) -> None:
 def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int64]]:
     """Returns the token columns of every row.
 
-    They are input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids.
+    They are input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids. In rows
+    without segment_ids, a segment begins where position_ids are 0.
 
     Args:
         rows: The rows.
@@ -502,6 +504,9 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int6
                 problem=f"token {wrong[0]} has label {labels[wrong[0]]}, its id is {ids[wrong[0]]}",
                 fix="Give unshifted labels (input_ids or -100), or leave the column out.",
             )
+        if SEGMENT_IDS not in row and POSITION_IDS in row:
+            positions = integers(row, POSITION_IDS, i, like=ids)
+            segments = segments_of(positions, np.array([0, ids.size]))
         mask = _loss_mask(row, i, ids)
         found = (ids, attended, labels, mask, segments * (attended != 0))
         for name, values in zip(names, found, strict=True):

@@ -141,7 +141,8 @@ class StoredRows(RepeatedRows):
     """Rows of a ShardedSource with `input_ids`, or of arrays in memory.
 
     `segment_ids`, `position_ids` and `loss_mask` are read if the source has them. Without
-    `segment_ids` a row is one segment, as far as its `attention_mask` is 1. A `labels` column must
+    `segment_ids` a segment begins where `position_ids` are 0; without both a row is one. Where the
+    `attention_mask` is 0, there is padding. A `labels` column must
     be unshifted, equal to input_ids or -100. It becomes the loss mask, like `completion_mask` and
     `assistant_masks`; with several of them, a token must be a target in all. Other columns are not
     read. An error in reading is a SourceError that names file and row.
@@ -443,6 +444,10 @@ def decode(
             )
         columns[name] = values
     assert offsets is not None
+    if POSITION_IDS in columns and SEGMENT_IDS not in columns:
+        columns[SEGMENT_IDS] = segments_of(columns[POSITION_IDS], offsets)
+        if ATTENTION_MASK in columns:
+            columns[SEGMENT_IDS] *= columns[ATTENTION_MASK] != 0
     if ATTENTION_MASK in columns:
         attended = columns.pop(ATTENTION_MASK)
         columns.setdefault(SEGMENT_IDS, (attended != 0).astype(np.int32))
@@ -465,6 +470,19 @@ def decode(
     return Block(
         offsets, columns, _look_ahead(batch.column(LOOK_AHEAD), at) if LOOK_AHEAD in names else None
     )
+
+
+def segments_of(positions: Int32, offsets: Int64) -> Int32:
+    """Returns the segments of rows, from 1 in each: one begins where its positions start at 0.
+
+    Rows of several documents are flattened so for attention that knows only positions, as by
+    `DataCollatorWithFlattening` of transformers.
+    """
+    begins = positions == 0
+    lengths = np.diff(offsets)
+    begins[offsets[:-1][lengths > 0]] = True
+    count = np.cumsum(begins, dtype=np.int32)
+    return count - np.repeat(count[offsets[:-1][lengths > 0]] - 1, lengths[lengths > 0])
 
 
 def _mask(values: Int32, offsets: Int64, name: str, where: Callable[[np.int64, str], str]) -> Int32:

@@ -41,6 +41,7 @@ from easypipe.core.schema import (
     INPUT_IDS,
     LABELS,
     LOSS_MASK,
+    POSITION_IDS,
     ROW_NUMBER,
     SEGMENT_BREAK,
     SEGMENT_IDS,
@@ -553,7 +554,7 @@ class TokenEncoder:
         *,
         tolerant: bool = False,
     ) -> None:
-        known = (INPUT_IDS, *TARGET_COLUMNS, ATTENTION_MASK)
+        known = (INPUT_IDS, *TARGET_COLUMNS, ATTENTION_MASK, POSITION_IDS)
         self._read = tuple(name for name in known if name in source.schema.names)
         ends = HAS_EOS in source.schema.names and source.schema.field(HAS_EOS).type == pa.uint8()
         self._ends = [HAS_EOS] if ends else []  # as easypipe saves it
@@ -580,6 +581,7 @@ class TokenEncoder:
         whose = (tokens.tokenizer_fingerprint, tokens.vocab_size, tokens.eos_token_id)
         masks = [name for name in self._targets if name not in (LOSS_MASK, LABELS)]
         more = ["tolerant"] if self._tolerant else []
+        more += [POSITION_IDS] if POSITION_IDS in self._read else []
         return digest("adopt", version, FORMAT, *whose, *masks, *self._ends, *self.aligned, *more)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> ImportedRows:
@@ -587,8 +589,8 @@ class TokenEncoder:
 
         Raises:
             SourceError: A token is outside the tokenizer's vocabulary, a row is padded
-                (`attention_mask` of 0), or columns have unequal lengths; the error names file and
-                row.
+                (`attention_mask` of 0) or holds several documents (`position_ids`), or columns have
+                unequal lengths; the error names file and row.
         """
         batch, rejects = scan(source, shard, start, stop)
         rows, name = row_numbers(batch, start), source.shards[shard].name
@@ -639,7 +641,7 @@ class TokenEncoder:
         return documents_hash(batch, one_set_of_offsets=True)
 
     def _check(self, block: Block, where: Callable[[int], str]) -> None:
-        """Raises SourceError for tokens outside the vocabulary, and for padding."""
+        """Raises SourceError for tokens outside the vocabulary, padding and several documents."""
 
         def at(token: np.int64, column: str) -> str:
             row = int(np.searchsorted(block.offsets, token, side="right")) - 1
@@ -659,4 +661,10 @@ class TokenEncoder:
                 at=at(i, ATTENTION_MASK),
                 problem="the row is padded",
                 fix="Save the tokens without padding: packing needs documents as they are.",
+            )
+        for i in () if attended is None else np.flatnonzero(attended > 1)[:1]:
+            raise SourceError(
+                at=at(i, POSITION_IDS),
+                problem="positions start again at 0: the row holds several documents",
+                fix="Give one document a row, or segment_ids too: such rows are not packed again.",
             )
