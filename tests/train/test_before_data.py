@@ -92,6 +92,7 @@ REFUSED = [
         ["train.output_dir={here}"],
         "run.yaml: is not the record of a run, and training would replace it. Give another",
     ),
+    (["train.output_dir='{here}/lr=[1]'"], "train.output_dir: "),
 ]
 
 

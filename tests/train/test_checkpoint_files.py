@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from easypipe import verify
+from easypipe import CheckpointManager, verify
 from easypipe.cli import main
 from easypipe.core import storage
-from easypipe.core.errors import StateError, StorageError
+from easypipe.core.errors import ConfigError, StateError, StorageError
+from easypipe.train.checkpoint import files
 from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
+from easypipe.train.record import check_record
 
 ARRAYS = {"params/w": np.arange(300, dtype=np.float32).reshape(20, 15), "step": np.int32(7)}
 ABSTRACT = {
@@ -81,6 +84,51 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found_before_it_is_loaded(cop
     assert "missing" in capsys.readouterr().out
     assert main(["verify", str(copied), "--repair"]) == 2
     assert "checkpoints cannot be rebuilt from a source. Train again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lr=[1]", "a*", "a?", "a**b", "a\\b"])
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused_before_anything_is_written(
+    tmp_path, name, monkeypatch
+):
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    for folder in (Path("run"), tmp_path / name / "run"):
+        said = rf"run: {re.escape(str(tmp_path))}/.* in its path, where Orbax cannot write check"
+        with pytest.raises(ConfigError, match=said):
+            save(folder, 1)
+        with pytest.raises(ConfigError, match=said), CheckpointManager(folder):
+            pass
+        with pytest.raises(ConfigError, match=rf"^train\.output_dir: {re.escape(str(tmp_path))}/"):
+            check_record(folder)
+    assert not list((tmp_path / name).iterdir())
+    (tmp_path / "link").symlink_to(tmp_path / name)  # as the message says
+    save(tmp_path / "link" / "run", 1)
+    load(tmp_path / "link" / "run", 1)
+
+
+@pytest.mark.parametrize("name", ["lr=[1]", "a*", "a?"])
+def test_checkpoints_that_were_moved_into_such_a_path_are_read(copied, name):
+    load(Path(copied.rename(copied.with_name(name))), 2)
+
+
+def test_a_checkpoint_whose_arrays_orbax_did_not_merge_is_an_error_of_the_save_and_of_verify(
+    tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "a[1]" / "checkpoints"
+    monkeypatch.setattr(files, "check_path", lambda *_: None)
+    with pytest.raises(
+        StorageError, match=r"arrays/manifest\.ocdbt: was not written, so that its a"
+    ):
+        save(folder, 1)
+    with monkeypatch.context() as before:
+        before.setattr(files, "_unmerged", lambda _: {})
+        save(folder, 1)  # as earlier versions did
+    assert main(["verify", str(folder)]) == 1
+    assert "manifest.ocdbt: was not written" in "".join(capsys.readouterr().out.splitlines())
+    with Checkpoints(folder, keep=None) as checkpoints:
+        assert checkpoints.run(1)["told"] == 1
+        with pytest.raises(DamagedCheckpoint, match="manifest"):
+            checkpoints.load(1, ABSTRACT)
 
 
 def test_everything_is_synced_before_a_checkpoint_has_its_name_and_the_name_after(

@@ -27,7 +27,7 @@ from easypipe.core.config import allowing_code, load_yaml, to_dict
 from easypipe.core.errors import DamagedFileError, MissingFileError, StateError, require
 from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Json, JsonObject, Settings
-from easypipe.train.checkpoint.files import CHECKPOINTS
+from easypipe.train.checkpoint.files import CHECKPOINTS, check_path
 from easypipe.train.checks import KnowingState
 from easypipe.train.metrics.log import METRICS
 
@@ -76,13 +76,14 @@ def check_record(folder: str | Path) -> None:
     """Checks that a run can have this folder, and that a run.yaml in it is the record of a run.
 
     Raises:
-        ConfigError: It is a file, or lies in one.
+        ConfigError: It is a file, or lies in one, or no checkpoints can be written there.
         StateError: The run.yaml may be the user's own config, which the record would replace.
     """
     folder = Path(os.path.expanduser(folder))
     there = next((one for one in (folder, *folder.absolute().parents) if one.exists()), folder)
     is_file = there.is_file()
     require(not is_file, "train.output_dir", f"{there} is a file", "Give a folder.")
+    check_path(folder, "train.output_dir")
     of_run = (VERSIONS, METRICS, CHECKPOINTS)
     if (folder / RECORD).exists() and not any((folder / name).exists() for name in of_run):
         raise StateError(

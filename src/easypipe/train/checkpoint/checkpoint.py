@@ -74,6 +74,10 @@ class Checkpoints(Closeable):
         keep: How many of the newest are kept, besides the protected ones. With None the folder is
             only read, and files that another process may be writing are left alone.
 
+    Raises:
+        ConfigError: The path of the folder is one that Orbax takes for a pattern.
+        StorageError: The folder cannot hold checkpoints.
+
     Attributes:
         folder: The absolute path of the folder.
         protected: Steps that are kept whatever their age, by the name of what protects them.
@@ -99,6 +103,7 @@ class Checkpoints(Closeable):
         self._saving: _Saving | None = None
         if keep is None:
             return
+        files.check_path(self.folder, str(folder))
         with raising(
             StorageError, folder, "cannot hold checkpoints", "Give another train.output_dir."
         ):

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, read_checked, shaped
-from easypipe.core.errors import EasypipeError
+from easypipe.core.errors import EasypipeError, StorageError, require
 from easypipe.core.threads import each
 from easypipe.core.values import JsonObject
 
@@ -28,6 +28,8 @@ _RECORD = "data.json"  # the file in which Orbax writes RUN
 _WRITING, _REPLACED, _GOING = ".tmp", ".replaced", ".deleting"
 # Suffixes of what a killed process left.
 _LOST = frozenset((_WRITING, _REPLACED, _GOING, ".orbax-checkpoint-tmp"))
+# Orbax first writes arrays for each process, then merges them: without the second nothing is found.
+_OF_PROCESS, _MERGED = f"{ARRAYS}/ocdbt.process_", f"{ARRAYS}/manifest.ocdbt"
 _AT_ONCE = 4  # files that are read in parallel
 
 
@@ -53,19 +55,42 @@ def ended(checkpoint: Path) -> bool:
     return isinstance(saved, dict) and bool(cast("JsonObject", saved).get("ended"))
 
 
+def check_path(folder: Path, at: str) -> None:
+    """Checks that Orbax can write to a folder: it takes its absolute path for a glob pattern.
+
+    With `[1]` in it checkpoints were written that nothing can read; with `*` or `?` arrays of other
+    folders would be merged; a backslash is a slash there.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    path = folder.absolute().as_posix()
+    found = [character for character in "*?[\\" if character in path]
+    require(
+        not found,
+        at,
+        f"{path} has {' and '.join(found)} in its path, where Orbax cannot write checkpoints",
+        "Give another folder, or a link to it whose path has no * ? [ or backslash.",
+    )
+
+
 def writing(folder: Path, step: int) -> Path:
     """Returns the folder in which a checkpoint is written, before `commit` renames it."""
     return folder / f"{step}{_WRITING}"
 
 
 def commit(folder: Path, step: int) -> None:
-    """Makes `writing(folder, step)` the checkpoint of `step`; replaces an existing one."""
+    """Makes `writing(folder, step)` the checkpoint of `step`; replaces an existing one.
+
+    Raises:
+        StorageError: Its arrays were written, but not merged.
+    """
     made, target = writing(folder, step), folder / str(step)
     files = sorted(path for path in made.rglob("*") if path.is_file())
-    commit_checked(
-        made / CHECKSUMS,
-        {"files": dict(zip((_name(made, file) for file in files), _stamps(files), strict=True))},
-    )
+    names = [file.relative_to(made).as_posix() for file in files]
+    for file, problem in _unmerged(names).items():
+        raise StorageError(at=str(made / file), problem=problem, fix="Give another folder.")
+    commit_checked(made / CHECKSUMS, {"files": dict(zip(names, _stamps(files), strict=True))})
     replaced = folder / f"{step}{_REPLACED}"
     if target.exists():
         os.rename(target, replaced)
@@ -158,6 +183,8 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
     names = sorted(of_part)[share[0] :: share[1]]
     problems = {name: "missing" for name in names if not (checkpoint / name).is_file()}
     there = [name for name in names if name not in problems]
+    if part != RUN:
+        problems |= _unmerged(expected)
     found = dict(zip(there, _stamps(checkpoint / name for name in there), strict=True))
     for name, stamp in found.items():
         if stamp != list(expected[name]):
@@ -180,5 +207,7 @@ def _stamps(files: Iterable[Path]) -> list[list[int | str]]:
     return [[stamp.num_bytes, stamp.checksum] for stamp in stamps]
 
 
-def _name(checkpoint: Path, file: Path) -> str:
-    return file.relative_to(checkpoint).as_posix()
+def _unmerged(names: Collection[str]) -> dict[str, str]:
+    """Returns the problem of the files of a checkpoint whose arrays no reader would find."""
+    merged = _MERGED in names or not any(name.startswith(_OF_PROCESS) for name in names)
+    return {} if merged else {_MERGED: "was not written, so that its arrays cannot be read"}

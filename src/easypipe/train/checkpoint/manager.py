@@ -41,7 +41,8 @@ class CheckpointManager(Closeable):
         keep_best: How many of the best are kept.
 
     Raises:
-        ConfigError: Options are out of range or have no effect.
+        ConfigError: Options are out of range or have no effect, or the path of the folder has a
+            character that Orbax takes for a pattern.
         StorageError: The folder cannot hold checkpoints.
     """
 
