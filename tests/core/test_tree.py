@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from easypipe.core import storage
+from easypipe.core.errors import StorageError
 from easypipe.core.tree import Found, _written, files_below
 
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -34,6 +35,28 @@ def test_when_a_file_was_written(info: dict[str, Any], written: float) -> None:
 def test_now_where_a_store_does_not_tell() -> None:
     before = time.time()
     assert before <= _written({"size": 3}) <= time.time()
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token files would seem to be named by no manifest."""
+    storage.commit_bytes(tmp_path / "manifests" / "a.json", b"{}")
+    storage.commit_bytes(tmp_path / "tokens" / "a.arrow", b"")
+
+    def refused(path: Any, listed: Any = os.scandir) -> Any:
+        if str(path) == str(tmp_path / "manifests"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    monkeypatch.setattr(os, "listdir", lambda path: [one.name for one in refused(path)])
+    with pytest.raises(
+        StorageError, match=r"manifests: cannot be listed: Permission denied\. Chec"
+    ):
+        files_below(tmp_path)
+    with pytest.raises(StorageError, match=r"manifests: cannot be listed: .*Check the path and pe"):
+        storage.names_in(tmp_path / "manifests")
 
 
 def test_every_file_below_a_folder(tmp_path: Path) -> None:

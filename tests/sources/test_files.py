@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
+import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -129,6 +132,75 @@ def test_of_links_that_no_one_reads_nothing_is_said(
     (data / name).symlink_to("../elsewhere")
     assert names(data, resolve(data)) == ["a.jsonl"]
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["", "**", "**/*.jsonl", "*/*.jsonl", "*/b.jsonl", "locked/*.jsonl", "*/deep/**", "locked/**"],
+)
+def test_a_folder_that_cannot_be_listed_is_an_error_and_no_rows_are_left_out(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may list every folder, so the system is asked by functions that refuse."""
+    for name in ("a.jsonl", "open/b.jsonl", "locked/b.jsonl", "locked/deep/c.jsonl", "z/b.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    locked = tmp_path / "locked"
+
+    def refusing(name: str, call: Any) -> Any:
+        def refused(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if locked in (Path(path), *(Path(path).parents if name == "lstat" else ())):
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(path, *args, **kwargs)
+
+        return refused
+
+    for name in ("scandir", "listdir", "lstat"):
+        monkeypatch.setattr(os, name, refusing(name, vars(os)[name]))
+    said = r"locked.*: cannot be listed, and its files would be left out: Permission denied\. Corr"
+    with pytest.raises(SourceError, match=said):
+        resolve(f"{tmp_path}/{pattern}")
+    assert names(tmp_path, resolve(tmp_path / "[!l]*" / "*.jsonl")) == ["open/b.jsonl", "z/b.jsonl"]
+    for leftover in ("lost+found", ".Trash", "_tmp"):
+        locked = tmp_path / "open" / leftover
+        locked.mkdir()
+        assert len(resolve(tmp_path / "open")) == 1, "what is never read may be locked"
+
+
+@pytest.mark.parametrize("pattern", ["", "*.jsonl", "**/*.jsonl", "*[b]*"])
+def test_a_link_to_nothing_that_data_files_names_is_an_error(pattern: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    link = tmp_path / "b.jsonl"
+    link.symlink_to("gone.jsonl")
+    said = rf"^{link}: is a link to gone\.jsonl, which cannot be read: No such file .*\. Correct or"
+    with pytest.raises(MissingFileError, match=said):
+        resolve(f"{tmp_path}/{pattern}")
+    link.unlink()
+    link.symlink_to(link)
+    with pytest.raises(SourceError, match="which cannot be read: Too many levels"):
+        resolve(f"{tmp_path}/{pattern}")
+    link.rename(tmp_path / "b.md")
+    assert names(tmp_path, resolve(tmp_path)) == ["a.jsonl"], "it is not data"
+    (tmp_path / "day").symlink_to("gone")
+    with pytest.raises(SourceError, match=r"day: cannot be listed, .*: No such file"):
+        resolve(tmp_path / "*" / "*.jsonl")
+
+
+def test_patterns_match_what_glob_matches(tmp_path: Path) -> None:
+    for name in ("a/b.x", "a/a/b.x", "a[1]/a/x", ".h/b.x", "b.x/a", "a/.h/a", "b/a[1]", "b/.x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    parts, compared = ["a", ".h", "a[1]", "**", "*", "?", "*.x", ".*", "[ab]*"], 0
+    for count in range(3):
+        for chosen in itertools.product(parts, repeat=count):
+            pattern = os.path.join(tmp_path, *chosen, "*")
+            expected = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+            if expected:
+                assert sorted({file.path for file in resolve(pattern)}) == sorted({*expected}), (
+                    chosen
+                )
+                compared += 1
+    assert compared > 40
 
 
 def test_wrong_arguments() -> None:

@@ -265,7 +265,8 @@ def names_in(folder: str | Path, storage_options: StorageOptions = None) -> list
             return []
     else:
         local = _local(folder)
-        found = [path.name for path in local.iterdir()] if local.is_dir() else []
+        with raising(StorageError, folder, "cannot be listed", "Check the path and permissions."):
+            found = [path.name for path in local.iterdir()] if local.is_dir() else []
     names = {name.rstrip("/").rpartition("/")[2] for name in found}
     return sorted(name for name in names if name and not name.startswith(TEMPORARY))
 

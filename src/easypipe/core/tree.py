@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fsspec import AbstractFileSystem
 
 from easypipe.core import storage
-from easypipe.core.errors import MissingFileError
+from easypipe.core.errors import MissingFileError, StorageError
 from easypipe.core.remote import StorageOptions, remote_call
 from easypipe.core.values import Json, JsonObject
 
@@ -36,6 +36,9 @@ def files_below(folder: str | Path, storage_options: StorageOptions = None) -> d
 
     Returns:
         Sizes and times by the file's path within the folder, sorted; {} if there is no folder.
+
+    Raises:
+        StorageError: A folder cannot be listed.
     """
     if not storage.is_remote(folder):
         return dict(sorted(_local(str(folder).removeprefix("file://"))))
@@ -58,7 +61,7 @@ def files_below(folder: str | Path, storage_options: StorageOptions = None) -> d
 def _local(folder: str) -> Iterator[tuple[str, Found]]:
     """Yields the files below a local folder; what several links lead to once."""
     seen: set[str] = set()
-    for root, folders, names in os.walk(folder, followlinks=True):
+    for root, folders, names in os.walk(folder, onerror=_unlisted, followlinks=True):
         real = os.path.realpath(root)
         if real in seen:
             folders.clear()
@@ -70,6 +73,14 @@ def _local(folder: str) -> Iterator[tuple[str, Found]]:
                 if stat.S_ISREG(status.st_mode):
                     found = Found(status.st_size, status.st_mtime)
                     yield path.relative_to(folder).as_posix(), found
+
+
+def _unlisted(error: OSError) -> None:
+    """Raises the error of a folder that cannot be listed, whose files would seem not to exist."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        fix = "Check its permissions."
+        at, problem = str(error.filename), f"cannot be listed: {error.strerror}"
+        raise StorageError(at=at, problem=problem, fix=fix) from error
 
 
 def _written(info: Json) -> float:

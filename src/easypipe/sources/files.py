@@ -7,6 +7,7 @@ a path that does not exist is a MissingFileError, and is never looked up on the 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import glob
 import io
@@ -305,14 +306,11 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
     if os.path.exists(path):  # before patterns, so that a file called data[1].txt can be named
         return [_local(path)]
     folder = nearest_folder(path)  # it exists, so brackets in its name are not a pattern
-    if glob.has_magic(rest := path[len(folder) :]):
+    rest = path[len(folder) :].lstrip("/")
+    if glob.has_magic(rest) and "\0" not in rest:
         circles: list[str] = []
-        pattern = glob.escape(folder) + rest
-        matches = [
-            name
-            for name in _matches(pattern, circles)
-            if os.path.exists(name) and not os.path.isdir(name)
-        ]
+        found = dict.fromkeys(_matches(folder, rest.split("/"), circles))
+        matches = [name for name in found if not os.path.isdir(name)]
         if circles:
             _warn_once(
                 "%s: %s leads to a folder that it has already, and is not followed",
@@ -339,10 +337,10 @@ def _names_below(folder: str, text: str) -> list[str]:
     """Returns the files below a folder; links to other folders are not followed, with a warning."""
     inside: list[str] = []
     links: list[str] = []
-    for root, folders, names in os.walk(folder):
+    for root, folders, names in os.walk(folder, onerror=_unlisted):
         inside += [os.path.join(root, name) for name in names]
-        below = [os.path.join(root, name) for name in folders if name[0] not in "._"]
-        links += filter(os.path.islink, below)
+        folders[:] = [name for name in folders if name[0] not in "._"]
+        links += filter(os.path.islink, (os.path.join(root, name) for name in folders))
     if links:
         _warn_once(
             "%s: %s %s not followed: they link to folders. Name those in data_files, or give a "
@@ -354,24 +352,61 @@ def _names_below(folder: str, text: str) -> list[str]:
     return inside
 
 
-def _matches(pattern: str, circles: list[str]) -> Iterable[str]:
-    """Does `glob.glob(pattern, recursive=True)`, but enters no folder twice through a link.
+def _unlisted(error: OSError) -> None:
+    """Raises the error of a folder that cannot be listed; what is no folder lists nothing.
+
+    The lost+found of a disk, which only root may list, holds no data.
+    """
+    folder = str(error.filename)
+    gone = isinstance(error, FileNotFoundError) and not os.path.islink(folder)
+    if gone or isinstance(error, NotADirectoryError) or os.path.basename(folder) == "lost+found":
+        return
+    raise SourceError(
+        at=folder,
+        problem=f"cannot be listed, and its files would be left out: {error.strerror}",
+        fix="Correct its permissions or its target, or give a pattern that leaves it out.",
+    ) from error
+
+
+def _names(folder: str) -> list[str]:
+    """Returns the names in what a pattern matched, which is not always a folder."""
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        _unlisted(error)
+        return []
+
+
+def _matches(folder: str, parts: Sequence[str], circles: list[str]) -> Iterable[str]:
+    """Yields the paths below `folder` that a pattern matches, some of them twice.
+
+    It does what `glob.glob(..., recursive=True)` does, but enters no folder twice through a link,
+    and names a folder that cannot be listed.
 
     Args:
-        pattern: The pattern.
+        folder: A path, which may be a file.
+        parts: The pattern, split at its slashes.
         circles: Links under `**` to folders that were entered already are appended to it.
     """
-    head, mark, tail = pattern.partition("/**/")
-    if not mark:
-        head, mark = (pattern[:-3], "/**") if pattern.endswith("/**") else (pattern, "")
-        tail = "*"
-    if not mark:
-        return glob.glob(pattern)
-    found: dict[str, None] = {}
-    for top in glob.glob(head or "/"):
-        for folder in _folders(top, circles):
-            found.update(dict.fromkeys(_matches(os.path.join(glob.escape(folder), tail), circles)))
-    return found
+    if not parts:
+        yield folder
+        return
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        for below in _folders(folder, circles):
+            yield from _matches(below, rest or ["*"], circles)
+    elif glob.has_magic(part):
+        names = fnmatch.filter(_names(folder), part)
+        for name in names if part[0] == "." else [name for name in names if name[0] != "."]:
+            yield from _matches(os.path.join(folder, name), rest, circles)
+    else:
+        path = os.path.join(folder, part)
+        try:
+            os.lstat(path)
+        except OSError as error:
+            _unlisted(error)
+            return
+        yield from _matches(path, rest, circles)
 
 
 def _folders(top: str, circles: list[str]) -> Iterable[str]:
@@ -382,7 +417,7 @@ def _folders(top: str, circles: list[str]) -> Iterable[str]:
     seen: set[tuple[int, int]] = set()
     waiting = [top]
     for start in waiting:  # the list grows meanwhile
-        for root, folders, _ in os.walk(start):
+        for root, folders, _ in os.walk(start, onerror=_unlisted):
             status = os.stat(root)
             if (status.st_dev, status.st_ino) in seen:
                 circles.append(root)
@@ -410,7 +445,13 @@ def _inode(file: FileRef) -> tuple[int, int] | str:
 
 
 def _local(path: str) -> FileRef:
-    status = os.stat(path)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else SourceError
+        link = f"is a link to {os.readlink(path)}, which " if os.path.islink(path) else ""
+        fix = "Correct or remove it, or give a pattern that leaves it out."
+        raise kind(at=path, problem=f"{link}cannot be read: {error.strerror}", fix=fix) from error
     if not stat.S_ISREG(status.st_mode) and not os.path.isdir(path):
         problem = "is a pipe, a socket or a device, which cannot be read twice"
         raise SourceError(at=path, problem=problem, fix="Copy its content into a file.")
