@@ -18,9 +18,10 @@ from easypipe import CacheError, ConfigError, Pipeline, StallError, TokenCache
 from easypipe.cache import admin as cache_admin
 from easypipe.cache.admin import clear_cache, list_cache
 from easypipe.cache.folder import RemoteFolder
+from easypipe.cache.location import cache_folder
 from easypipe.cli import main
 from easypipe.cli.cache import _age
-from easypipe.core import locks
+from easypipe.core import locks, storage
 from easypipe.save.verify import verify
 from pipelines import config
 from stores import Store
@@ -164,6 +165,26 @@ def test_clear_by_name_and_age(tmp_path: Path) -> None:
     assert clear_cache(tmp_path, older_than_days=1).removed == ("a",)
     assert all(one.ok for one in verify(tmp_path))
     assert list_cache(tmp_path).leftover_bytes == 0
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_folder_that_is_no_cache_is_not_cleared(tmp_path: Path, remote: bool) -> None:
+    """A project has its own configs/ and plans/, which clearing a cache removes."""
+    folder = f"memory://clear/{tmp_path.name}" if remote else str(tmp_path)
+    for name in ("configs/a.json", "plans/b.json", "tokens/c.arrow"):
+        storage.commit_bytes(f"{folder}/{name}", b"{}")
+    (tmp_path / "empty").mkdir()
+    before = {*tmp_path.rglob("*")}
+    said = (
+        rf"^--cache-dir: {folder} is no token cache: it holds configs, .*plans, tokens.* Give the"
+    )
+    for dry_run in (True, False):
+        with pytest.raises(ConfigError, match=said):
+            clear_cache(cache_folder(folder), dry_run=dry_run)
+    for nothing in ("empty", "nowhere"):
+        assert clear_cache(cache_folder(f"{folder}/{nothing}")).files == 0
+    assert {*tmp_path.rglob("*")} == before
+    assert storage.exists(f"{folder}/configs/a.json")
 
 
 def test_manifests_go_before_what_they_name(

@@ -23,13 +23,16 @@ from easypipe.cache.folder import CONFIGS, CacheFolder, folder_of
 from easypipe.cache.manifest import Manifest, read_manifest
 from easypipe.cache.ranges import read_record
 from easypipe.core import locks, storage
-from easypipe.core.errors import CacheError, EasypipeError, require, require_known
+from easypipe.core.errors import CacheError, EasypipeError, few, require, require_known
 from easypipe.core.threads import each
 from easypipe.core.tree import Found, files_below
 
 YOUNG_S = 86_400.0
 REQUESTS = 16  # requests to a store at a time
 QUARANTINE = ".quarantine.jsonl"
+# Each cache has one of these folders. Other folders may have a configs/ or plans/ of their own,
+# whose files would be removed.
+_OF_CACHES = {"manifests", "ranges", "indexes", locks.FOLDER}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +137,8 @@ def clear_cache(
         dry_run: Removes nothing, and returns what would be removed.
 
     Raises:
-        ConfigError: A dataset of that name does not exist, or the age is negative.
+        ConfigError: A dataset of that name does not exist, the age is negative, or the folder has
+            content and is no cache.
         CacheError: A process of this machine is preparing in the folder.
     """
     folder = folder_of(cache_dir)
@@ -144,8 +148,15 @@ def clear_cache(
         f"{older_than_days} days are not an age",
         "Give 0 or more.",
     )
-    if not folder.remote and not folder.local.is_dir():
+    there = storage.names_in(folder.at(), folder.options)
+    if not there:
         return Cleared(removed=(), kept=(), files=0, num_bytes=0)
+    require(
+        _OF_CACHES & {*there},
+        "--cache-dir",
+        f"{folder.at()} is no token cache: it holds {', '.join(few(there))}",
+        "Give the folder that data was prepared in.",
+    )
     with _alone(folder):
         files = files_below(folder.at(), folder.options)
         known = _datasets(folder, files)
