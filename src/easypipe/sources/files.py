@@ -39,6 +39,7 @@ from easypipe.core.errors import (
 from easypipe.core.ranged import http_facts, http_range, object_range
 from easypipe.core.remote import StorageOptions
 from easypipe.core.threads import each
+from easypipe.core.tree import every_file, matching
 from easypipe.core.values import Json
 from easypipe.sources.refs import (
     EXTENSIONS,
@@ -479,10 +480,8 @@ def resolve_remote(
     if remote.is_http(text):
         return [_resolve_http(text, here)]
 
-    def call(method: str, **kwargs: Any) -> Any:
-        use = lambda fs, path, s: remote.remote_call(fs, method, s, path, **kwargs)  # noqa: E731
-        asked = storage.ask if method == "info" else storage.ask_long
-        return asked(text, storage_options, use)
+    def info_of(fs: AbstractFileSystem, path: str, timeout_s: float) -> Json:
+        return remote.remote_call(fs, "info", timeout_s, path)
 
     fs, path = storage.ask(text, storage_options, lambda fs, path, _: (fs, path), kind=None)
     fs.invalidate_cache()
@@ -492,16 +491,18 @@ def resolve_remote(
         named = replace(here, path=remote.public_url(url), url=url)
         return _sized(named, info.get("size"), _identity(info))
 
-    def listed(method: str) -> dict[str, Json]:
+    def listed(
+        method: Callable[[AbstractFileSystem, str, float], dict[str, Json]],
+    ) -> dict[str, Json]:
         with reading(here):
-            found = call(method, detail=True)
+            found = storage.ask_long(text, storage_options, method)
         files = {key: info for key, info in found.items() if info.get("type") != "directory"}
         plain = fs._strip_protocol  # pyright: ignore[reportPrivateUsage]  (fsspec has no other name)
         return {str(plain(key)): info for key, info in files.items()}
 
     pattern = glob.has_magic(path)
     try:  # brackets may be a name's own
-        info = call("info") if not pattern or "[" in path else None
+        info = storage.ask(text, storage_options, info_of) if not pattern or "[" in path else None
     except MissingFileError:
         info = None
     except StorageError as error:
@@ -509,13 +510,13 @@ def resolve_remote(
     if info is not None and info.get("type") != "directory":
         return [ref(path, info)]
     if info is None and pattern:
-        matches = listed("glob")
+        matches = listed(matching)
         if not matches:
             problem = "the pattern matches no file"
             raise MissingFileError(at=name, problem=problem, fix="Correct the pattern.")
         files = [ref(found, matches[found]) for found in sorted(matches, key=natural)]
         return partitioned(files, fixed_part(fs.unstrip_protocol(path)))
-    inside = listed("find") if info is not None else {}
+    inside = listed(every_file) if info is not None else {}
     if not inside:
         raise MissingFileError(at=name, problem="no such file or folder", fix="Check the URL.")
     files = [ref(found, inside[found]) for found in data_files_in(path, name, inside, kinds)]
