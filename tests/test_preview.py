@@ -112,7 +112,7 @@ def test_samples_warn_of_turns_that_nothing_ends(
         made(tmp_path, rows, 1, content_field="messages", chat_template=said)
     else:
         masks(tokenizer(), chat_template=said)
-    assert f"ends a turn with {end!r}, which is not a special token" in caplog.text
+    assert f"ends a turn with {end!r}, which is not a special or added token" in caplog.text
 
 
 def test_packed_rows_show_segments_and_cuts(tmp_path: Path) -> None:

@@ -18,12 +18,14 @@ from flax import nnx
 from easypipe import (
     ConfigError,
     DatasetConfig,
+    LoadStageConfig,
     LoraConfig,
     PipelineConfig,
     PretrainedConfig,
     Trainer,
     train_bpe,
 )
+from easypipe.cli import main
 from easypipe.train import load_pretrained, save_pretrained
 from easypipe.train import state as states
 from easypipe.train.finished import load_trained
@@ -173,6 +175,56 @@ def test_adapters_and_new_tokens_are_trained_together_and_resume(
     assert again.resumed_from == 1
     assert again.last["loss"] == whole.last["loss"]
     np.testing.assert_equal(arrays(again.model), arrays(whole.model))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "chatml",
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    ],
+)
+def test_a_new_token_that_ends_turns_is_trained_and_stops_generation(
+    template: str, tied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    talks = [
+        [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "it is so"}]
+        for i in range(40)
+    ]
+    options = {"name": "talks", "content_field": "messages", "chat_template": template}
+    data = PipelineConfig(
+        datasets=[DatasetConfig(data_files={"messages": talks}, **options)],
+        load=LoadStageConfig(num_epochs=None),
+        seed=1,
+    )
+    (tmp_path / "talks.json").write_text(json.dumps(talks[0][:1]))
+    found = Trainer(
+        PretrainedConfig(pretrained=tied, add_tokens=["<|im_start|>", "<|im_end|>"]),
+        data=data,
+        seq_length=64,
+        batch_size=8,
+        steps=30,
+        optimizer={"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0},
+        callbacks={
+            "samples": {
+                "every": 30,
+                "messages": str(tmp_path / "talks.json"),
+                "max_new_tokens": 30,
+                "temperature": 0,
+            }
+        },
+        output_dir=tmp_path / "run",
+    ).run()
+    assert "ends a turn with" not in caplog.text
+    end = FIRST + 1
+    assert found.seen.stop_token_ids == (end,)
+    out = str(tmp_path / "out")
+    assert main(["export", str(tmp_path / "run"), out]) == 0
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"][0] == end
+    (line,) = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert [one["text"] for one in json.loads(line)["samples"]] == ["it is so"]
 
 
 @pytest.mark.parametrize(

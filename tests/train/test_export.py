@@ -343,7 +343,7 @@ def test_what_ends_a_turn_is_read_off_the_template(
         load_chat_template(loaded, chat_template=template, train_on="all", date=None), loaded
     )
     assert list(found.stop_token_ids) == expected
-    said = "ends a turn with '<|end|>', which is not a special token of tokenizer"
+    said = "ends a turn with '<|end|>', which is not a special or added token of tokenizer"
     assert (said in caplog.text) == ("<|end|>" in template)
 
 

@@ -31,7 +31,7 @@ from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.refused import BEYOND_LIMITS, Refused
 from easypipe.transforms.tokenizer.files import find_chat_template, find_end_tokens
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, added_tokens
 
 log = logging.getLogger("easypipe")
 
@@ -138,9 +138,11 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
     """Returns the ends that `template` trains the assistant to write, as seen on probes.
 
     The probes are an answer and a call. If the template closes a turn with several special tokens,
-    the last one is the end. If it writes nothing there, the EOS token that packing adds is the end.
-    If what it writes is not a token of the tokenizer, no end of an answer is trained on, and a
-    warning says so. What opens the next message is an end too, if it is trained on.
+    the last one is the end; without any, it is an added token that ends what the template writes
+    (as those of model.add_tokens, which are not special). If it writes nothing there, the EOS token
+    that packing adds is the end. If what it writes is not a token of the tokenizer, no end of an
+    answer is trained on, and a warning says so. What opens the next message is an end too, if it is
+    trained on.
 
     Raises:
         HostileTemplateError: The template went beyond its limits.
@@ -153,7 +155,7 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
             break
     else:
         return Turns(template.source, ())
-    ends = _special(tokenizer, answer)[-1:]
+    ends = _special(tokenizer, answer)[-1:] or _added_end(tokenizer, answer.strip())
     if answer.strip() and not ends:
         _warn_endless(template.origin, tokenizer.name, answer.strip())
     followed, call, call_followed = (said or "" for said in others)
@@ -199,11 +201,17 @@ def _special(tokenizer: Tokenizer, text: str) -> list[int]:
     return [number for number in ids if tokenizer.token(number) in special]
 
 
+def _added_end(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the last token of a text if it is an added one, special or not."""
+    (ids, _, _), *_ = tokenizer.encode_with_characters([text])
+    return [number for number in ids[-1:] if tokenizer.token(number) in added_tokens(tokenizer)]
+
+
 @functools.cache
 def _warn_endless(origin: str, tokenizer: str, end: str) -> None:
-    """Warns, once, about a template whose end of a turn is not a special token of the tokenizer."""
+    """Warns, once, about a template whose end of a turn is not a token of its own."""
     log.warning(
-        "%s: ends a turn with %r, which is not a special token of tokenizer %s. A model "
+        "%s: ends a turn with %r, which is not a special or added token of tokenizer %s. A model "
         "trained on it never stops by itself. Take a tokenizer that has it, name it among the "
         "special tokens of train_bpe, or add it to a published model by model.add_tokens.",
         origin,

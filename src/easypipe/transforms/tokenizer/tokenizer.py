@@ -101,6 +101,11 @@ def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
         return Tokenizer(config, files)
 
 
+def added_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Returns the tokens that are found in a text before it is split, special or not."""
+    return tuple(one.content for one in tokenizer._reference.get_added_tokens_decoder().values())
+
+
 class UnencodableError(TokenizerError):
     """A text that the libraries refuse to encode, or at which they panic."""
 
@@ -493,10 +498,7 @@ class Tokenizer:
         """
         if self._options.get("eos_token"):
             return None
-        added = {
-            token.content: i for i, token in self._reference.get_added_tokens_decoder().items()
-        }
-        found = [name for name in _EOS_NAMES if name in added]
+        found = [name for name in _EOS_NAMES if name in added_tokens(self)]
         if len(found) != 1:
             return None
         logger.warning(
@@ -504,7 +506,7 @@ class Tokenizer:
             self.name,
             found[0],
         )
-        return added[found[0]]
+        return self._reference.token_to_id(found[0])
 
 
 @functools.lru_cache(maxsize=1)
