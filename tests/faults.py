@@ -467,6 +467,8 @@ FAULTS = [
           "with_own=not alone", "with_own=True"),
     fault("what the model writes is looked for behind any header", "transforms/chat/aligned.py", "tests/transforms/test_chat.py -k another_header",
           "if gap.endswith(stops.opening + lead)", "if gap.endswith(lead)"),
+    fault("an answer that is judged is split", "stages/tokenize/engine.py", "tests/stages/test_pair_rows.py -k judged_is_one",
+          "(config.desirable_column, \"make several", "(config.rejected_column, \"make several"),
     fault("a pair is refused for its second answer", "stages/tokenize/encoders.py", "tests/stages/test_pair_rows.py -k lengths_hold",
           "for reject in reversed(made.rejects)", "for reject in made.rejects"),
     fault("tokens cut from rows that become no document are counted", "stages/tokenize/token_rows.py", "tests/transforms/test_lengths.py -k budgets_cut",

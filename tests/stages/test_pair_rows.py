@@ -363,6 +363,26 @@ def test_what_would_part_a_pair_is_refused(tmp_path, change, message):
         pipeline(tmp_path, rows(), **change).source().tokenize().pack().load().build()
 
 
+@pytest.mark.parametrize("talks", [False, True])
+def test_an_answer_that_is_judged_is_one_document(tmp_path, talks):
+    said = "why it is so and not otherwise, at length"
+    row = {"prompt": "what?", "completion": said, "label": True}
+    names = {"input_columns": ("prompt",), "label_column": "completion"}
+    if talks:
+        row["prompt"] = [{"role": "user", "content": "what?"}]
+        row["completion"] = [{"role": "assistant", "content": said}]
+        names["template"] = CHATML
+    judged = PromptConfig(
+        format_type="chat" if talks else "prompt_completion", desirable_column="label", **names
+    )
+    options = {"prompt": judged, "tokenizer_kwargs": {"max_length": 24}}
+    with pytest.raises(ConfigError, match=r"'split' would make several answers of one, each with"):
+        tokenized(tmp_path, [row], length=LengthPolicy(policy="split"), **options)
+    for policy, documents in (("drop", 0), ("keep_start", 1)):
+        source = tokenized(tmp_path, [row], length=LengthPolicy(policy=policy), **options)
+        assert source.read(0, 0, 1).num_rows == documents
+
+
 def test_pairs_are_refused_where_they_cannot_be(tmp_path):
     with pytest.raises(ConfigError, match=r"length.policy: 'split' would part"):
         tokenized(

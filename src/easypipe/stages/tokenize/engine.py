@@ -347,12 +347,16 @@ def _format(
 def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
     """Raises ConfigError, at `length`, for policies that do not apply to this format."""
     kind = config.format_type
-    require(
-        policy.policy != "split" or config.rejected_column is None,
-        "length.policy",
-        "'split' would part the answers of a pair",
-        "Use 'drop' or 'keep_start'.",
-    )
+    for judged, would in (
+        (config.rejected_column, "part the answers of a pair"),
+        (config.desirable_column, "make several answers of one, each with its verdict"),
+    ):
+        require(
+            policy.policy != "split" or judged is None,
+            "length.policy",
+            f"'split' would {would}",
+            "Use 'drop' or 'keep_start'.",
+        )
     require(
         policy.policy != "trim_oldest_turns" or kind in CHAT_FORMATS,
         "length.policy",
