@@ -690,6 +690,40 @@ def test_tools_column_system_prompt_and_template_date() -> None:
         shown({"q": "x"}, **dated)
 
 
+@pytest.mark.parametrize("columns", [("system",), ("system", "tools"), ("chat_template_kwargs",)])
+def test_columns_of_conversations_beside_text_are_warned_of(
+    columns: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "".join(columns)  # warned of once in a process
+    options: dict[str, Any] = {"name": name, "tokenizer": chat_tokenizer()}
+
+    def said(row: dict[str, Any], **more: Any) -> str:
+        caplog.clear()
+        dataset = DatasetConfig(data_files=[row], **options, **more)
+        config = PipelineConfig(datasets=[dataset], seed=1, cache_dir=tmp_path)
+        Pipeline.from_config(config).source().tokenize().get_data()
+        return "".join(line for line in caplog.messages if "not read" in line)
+
+    row = {"prompt": "2+2=", "completion": "4", **dict.fromkeys(columns, "x")}
+    fields = {"prompt_field": "prompt", "completion_field": "completion"}
+    listed = " and ".join(f"column {column!r}" for column in columns)
+    verb = "is" if len(columns) == 1 else "are"
+    start = (
+        f"datasets[0] ({name!r}): the prompts and answers are text, so {listed} {verb} not read."
+    )
+    assert said(row, **fields).startswith(start)
+    columns_too = "{prompt}{completion}" + "".join(f"{{{column}}}" for column in columns)
+    reads = PromptConfig(
+        format_type="custom",
+        template=columns_too,
+        input_columns=("prompt", *columns),
+        label_column="completion",
+    )
+    assert said(row, prompt=reads) == ""
+    messages = {"messages": talk("a", "b"), **dict.fromkeys(columns)}
+    assert said(messages, content_field="messages") == ""
+
+
 def test_few_shot_examples_stand_in_front_and_are_never_trained() -> None:
     fixed = FewShotConfig(examples=(ROWS[0], ROWS[1]), separator="\n==\n")
     plain = [shown(row, **CUSTOM)[0] for row in ROWS]

@@ -57,12 +57,7 @@ from easypipe.core.values import Arguments, Array, Int64, UInt8
 from easypipe.loader.rows.stored import Block, decode
 from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig, check_text_answers
 from easypipe.stages.tokenize.engine import PromptEngine
-from easypipe.stages.tokenize.text_rows import (
-    Texts,
-    read_texts,
-    require_text,
-    texts_of,
-)
+from easypipe.stages.tokenize.text_rows import Texts, read_texts, require_text, texts_of
 from easypipe.stages.tokenize.token_rows import (
     encode_texts,
     ends_closed,
@@ -75,7 +70,7 @@ from easypipe.transforms.chat.render import HostileTemplateError
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.chat.turns import CUT_BY
 from easypipe.transforms.prompt.config import PromptConfig
-from easypipe.transforms.prompt.formats import KWARGS
+from easypipe.transforms.prompt.formats import KWARGS, warn_unread
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.lengths import Lengths
@@ -319,6 +314,8 @@ def form_of(
         raise error.under(at if own else inside) from None
     if prompt.format_type == "text" and prompt.rejected_column is None:
         return TextColumn(prompt.inputs[0], engine.lengths, blanks=dataset.text_unit == "file")
+    if engine.format.kind == "pairs":
+        warn_unread(f"{at} ({dataset.name!r})", tuple(source.schema.names), engine.columns)
     template_at = f"{at}.chat_template" if dataset.prompt is None else f"{inside}.template"
     return PromptRows(engine, source.schema, room, template_at)
 

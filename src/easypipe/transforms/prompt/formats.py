@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import functools
 import itertools
 import json
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 
@@ -57,6 +59,8 @@ from easypipe.transforms.refused import (
 )
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, UnencodableError
+
+log = logging.getLogger("easypipe")
 
 TOOLS = "tools"  # the column of tools, if none is named
 # the column with what a row's template sees besides messages and tools
@@ -474,6 +478,20 @@ class TextFormat:
         if not text.strip():
             return Refused(EMPTY, "an empty text")
         return Rendered(text, [[0, len(text)]], OPEN)
+
+
+@functools.cache
+def warn_unread(at: str, have: Sequence[str], read: Sequence[str]) -> None:
+    """Warns, once, about columns of conversations beside a prompt and an answer of text."""
+    if unread := [name for name in (SYSTEM, TOOLS, KWARGS) if name in have and name not in read]:
+        log.warning(
+            "%s: the prompts and answers are text, so %s %s not read. Write {column}s in the "
+            "template of a prompt of format_type: custom, or give lists of messages; format_fields "
+            "renames columns of another meaning.",
+            at,
+            " and ".join(f"column {name!r}" for name in unread),
+            "is" if len(unread) == 1 else "are",
+        )
 
 
 def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool) -> Writer:
