@@ -371,7 +371,6 @@ UNTOLD = {
     ),
     "train/checks.py: the data is not looked at": "TypeError, which len() asks for",
     "train/parallel/mesh.py: Set drop_last: true.": "of two processes",
-    "transforms/prompt/few_shot.py: few_shot, example": "the words before it",
 }
 
 

@@ -1166,9 +1166,13 @@ def test_built_in_templates_leave_nothing_out_in_silence(name: str) -> None:
         )
 
     assert (
-        refused({"content": None, "refusal": "no"})
+        refused({"content": None, "refusal": None})
         == "message 1 says nothing: it has no content and no tool calls"
     )
+    for key in ("function_call", "name", "refusal"):
+        problem = f"message 1 has a {key}, which this built-in template does not print"
+        assert refused({"content": "b", key: "no"}) == problem
+        assert refused({"content": "b", key: None}).startswith("b")
     call = {
         "content": None,
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
@@ -1179,6 +1183,8 @@ def test_built_in_templates_leave_nothing_out_in_silence(name: str) -> None:
             refused(call) == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
         )
         assert refused(thought) == "<think>\nhm\n</think>\n\nb<|im_end|>"
+        result = {"content": "4", "role": "tool", "name": "f", "tool_call_id": "1"}
+        assert refused(result) == "no text that train_on='assistant' asks for"
     else:
         assert refused(call) == "this built-in template knows no tool calls: take chatml"
         assert refused(thought) == "this built-in template knows no reasoning: take chatml"

@@ -729,13 +729,18 @@ def test_few_shot_examples_stand_in_front_and_are_never_trained() -> None:
     plain = [shown(row, **CUSTOM)[0] for row in ROWS]
     assert shown(ROWS[2], **CUSTOM, few_shot=fixed) == ("\n==\n".join(plain), ["brown fox\n"])
     assert shown(ROWS[2], **CUSTOM, train_on="all", few_shot=fixed)[1] == [plain[2]]
-    examples = FewShotConfig(examples=({"messages": talk("0?", "A0", system="Not mine")},))
+    theirs = FewShotConfig(examples=({"messages": talk("0?", "A0", system="Not mine")},))
+    with pytest.raises(
+        ConfigError,
+        match="few_shot, example 0: two_system_prompts: it has a system message; system_prompt is for all rows",
+    ):
+        engine(few_shot=theirs)
+    examples = FewShotConfig(examples=({"messages": talk("0?", "A0")},))
     text, trained = shown({"messages": talk("1?", "A1", system="Mine")}, few_shot=examples)
     assert trained == ["A1<|im_end|>"]
     assert [text.index(word) for word in ("Mine", "0?", "A0", "1?", "A1")] == sorted(
         text.index(w) for w in ("Mine", "0?", "A0", "1?", "A1")
     )
-    assert "Not mine" not in text
     with pytest.raises(ConfigError, match=r"few_shot.examples\[0\]: no column 'output'"):
         engine(**CUSTOM, few_shot=FewShotConfig(examples=({"instruction": "x", "input": "y"},)))
 
@@ -765,9 +770,12 @@ def test_few_shot_draws_from_data_files_by_seed_and_row(tmp_path: Path) -> None:
     }
     assert len(prints) == 3
     assert assert_one_way(tmp_path, rows, PromptConfig(**pair, few_shot=drawn[1])) == 30
-    jsonl(tmp_path / "talks.jsonl", [{"messages": talk(f"q{i}", f"a{i}")} for i in range(5)])
+    talks = [{"messages": talk(f"q{i}", f"a{i}", system="Not mine")} for i in range(5)]
+    jsonl(tmp_path / "talks.jsonl", talks)
     few = FewShotConfig(data_files=tmp_path / "talks.jsonl", count=2)
-    assert len(shown({"messages": talk("q1", "a1")}, few_shot=few)[0].split("<|im_end|>\n")) == 7
+    text, _ = shown({"messages": talk("q1", "a1")}, few_shot=few)
+    assert len(text.split("<|im_end|>\n")) == 7
+    assert "Not mine" not in text
     with pytest.raises(ConfigError, match=r"few_shot.count: .*has 5 rows, and 5 are drawn"):
         engine(few_shot=FewShotConfig(data_files=tmp_path / "talks.jsonl", count=5))
 

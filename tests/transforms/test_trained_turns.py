@@ -131,6 +131,11 @@ def test_characters_of_a_message_are_trained_as_it_says() -> None:
     assert alone == wanted[:-1]
     messages[1]["train"] = False
     assert trained(row, template=PLAIN, message_fields=fields) == wanted[3:]
+    del messages[1]["train"]
+    messages[1]["spans"] = []  # trains nothing, as axolotl's
+    assert trained(row, template=PLAIN, message_fields=fields) == wanted[3:]
+    messages[1]["spans"] = ranges((0, 2, False))
+    assert trained(row, template=PLAIN, message_fields=fields) == [END, *wanted[3:]]
 
 
 @pytest.mark.parametrize(

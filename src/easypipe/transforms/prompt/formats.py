@@ -121,6 +121,7 @@ class ChatFormat:
         self._keep = ("role", "content", *(config.message_fields or {}).values())
         self._few_shot = None
         if config.few_shot is not None:
+            self._given_examples = config.few_shot.data_files is None
             self._few_shot = FewShot(
                 config.few_shot,
                 said,
@@ -274,14 +275,21 @@ class ChatFormat:
     def _example(self, talk: Json) -> list[Message] | Refused:
         """Returns the messages of an example; none of them is trained on.
 
-        Its system message is left out, since the row has one.
+        The system message of one from a file is left out, since the row has one.
         """
         if isinstance(talk, Refused):
             return talk
         wrong = wrong_messages(talk) or self._reader.wrong_flags(talk)
         if wrong is not None:
             return Refused(*wrong)
-        return [{**message, FLAG: False} for message in talk if message["role"] != "system"]
+        said: list[Message] = [
+            {**message, FLAG: False} for message in talk if message["role"] != "system"
+        ]
+        if len(said) < len(talk) and self._given_examples:
+            return Refused(
+                "two_system_prompts", "it has a system message; system_prompt is for all rows"
+            )
+        return said
 
 
 def _as_json(value: Json) -> Json:

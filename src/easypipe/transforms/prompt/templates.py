@@ -16,6 +16,12 @@ _TEXT = """
 {%- endif -%}
 {%- endmacro -%}
 {%- for message in messages -%}
+{%- set number = loop.index0 -%}
+{%- for key in ('function_call', 'name', 'refusal') -%}
+{%- if message[key] and not (key == 'name' and message.role == 'tool') -%}
+{{- raise_exception('message ' ~ number ~ ' has a ' ~ key ~ ', which this built-in template does not print') -}}
+{%- endif -%}
+{%- endfor -%}
 {%- if (message.content is undefined or message.content is none) and not message.tool_calls and not message.reasoning_content -%}
 {{- raise_exception('message ' ~ loop.index0 ~ ' says nothing: it has no content and no tool calls') -}}
 {%- endif -%}
