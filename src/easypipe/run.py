@@ -458,7 +458,7 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
             preference is None or LOSS_WEIGHTS not in info_of(source).aligned,
             f"{at}.datasets, {name!r}",
             f"has the column {LOSS_WEIGHTS!r}, which has no effect on preferences",
-            "Leave it out of aligned_columns.",
+            f"Rename it: format_fields: {{{LOSS_WEIGHTS}: not_used}}.",
         )
         if preference is not None and preference.loss in UNPAIRED:
             require(

@@ -233,6 +233,25 @@ def test_refusals(
         build()
 
 
+@pytest.mark.parametrize("named", [(), ("advantages",)])
+def test_loss_weights_that_are_not_named_are_refused(
+    tmp_path: Path, tokenizer: Any, named: tuple[str, ...]
+) -> None:
+    table = rows(6)
+    ones = pa.array([[1.0] * len(ids) for ids in table["input_ids"].to_pylist()])
+    table = table.append_column("loss_weights", ones)
+
+    def build(**options: Any) -> Any:
+        one = dataset(table, aligned_columns=named, **options)
+        return pipeline(tmp_path, tokenizer, one).load(LoadStageConfig(batch_size=2)).build()
+
+    said = "datasets.one.aligned_columns: does not name the column 'loss_weights', which weighs"
+    with pytest.raises(ConfigError, match=said):
+        build()
+    batch = next(iter(build(format_fields={"loss_weights": "not_used"})))
+    assert "loss_weights" not in batch
+
+
 def test_datasets_differ(tmp_path: Path, tokenizer: Any) -> None:
     one, two = dataset(rows()), dataset(rows(first=900), "two", aligned_columns=["advantages"])
     with pytest.raises(ConfigError, match="dataset 'one' has 'teacher_ids', and dataset 'two' has"):

@@ -273,6 +273,8 @@ def test_a_row_ends_before_eos():
         ({"min_p": 0.5, "temperature": 0}, "min_p: has no effect with temperature 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0 is not a factor"),
         ({"stop": "x"}, "stop: is text, and tokens are known only by their ids"),
+        ({"stop": "", "tokenizer": Numbers()}, "stop: is an empty text, which every text holds"),
+        ({"stop": ["a", ""], "tokenizer": Numbers()}, "stop: is an empty text"),
         ({"attention_mask": [[1, 1]]}, r"attention_mask: has the shape \(1, 2\)"),
         ({"seed": 2**70}, "seed: 1180591620717411303424 does not fit 64 bits"),
         ({"top_k": 32}, "top_k: 32 of a vocabulary of 31. Give 1 to 31"),

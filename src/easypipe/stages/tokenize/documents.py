@@ -17,7 +17,7 @@ from easypipe.cache.location import cache_folder_of
 from easypipe.cache.manifest import TokenizerIdentity
 from easypipe.cache.reader import TokenCache, cache_schema
 from easypipe.cache.writer import CacheWriter
-from easypipe.core.aligned import AlignedColumn, column_of
+from easypipe.core.aligned import LOSS_WEIGHTS, AlignedColumn, column_of
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, StageOrderError, require, require_known
 from easypipe.core.protocols import (
@@ -309,7 +309,7 @@ def aligned_columns(
     They are the columns that the config names, else those that the folder was saved with.
 
     Raises:
-        ConfigError: There is no such column.
+        ConfigError: There is no such column, or loss_weights is a column and not named.
         SourceError: A column does not hold values of tokens.
     """
     own = datasets_of(context).get(name)
@@ -318,9 +318,16 @@ def aligned_columns(
     have = [column for column in source.schema.names if column not in TOKEN_COLUMNS]
     for column in named:
         require_known(column, have, at, f"no column {column!r}")
+    chosen = named or dict.fromkeys(info_of(source).aligned)
+    require(
+        LOSS_WEIGHTS not in have or LOSS_WEIGHTS in chosen,
+        at,
+        f"does not name the column {LOSS_WEIGHTS!r}, which weighs the tokens of the loss",
+        f"Add it, or rename the column: format_fields: {{{LOSS_WEIGHTS}: not_used}}.",
+    )
     return tuple(
         column_of(source.schema.field(column), width, f"dataset {name!r}")
-        for column, width in (named or dict.fromkeys(info_of(source).aligned)).items()
+        for column, width in chosen.items()
     )
 
 

@@ -100,6 +100,7 @@ def generate(
         "is text, and tokens are known only by their ids",
         "Give the tokenizer beside it.",
     )
+    require(all(stops), "stop", "is an empty text, which every text holds", "Leave it out.")
     ends = frozenset(as_tokens(eos_token_id))
     drawn = sampling.drawn(seed, ends)
     rows: list[list[int]] = [[] for _ in prompts]
