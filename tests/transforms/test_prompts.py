@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +37,8 @@ from easypipe import (
     PromptConfig,
     PromptEngine,
     SourceError,
+    TokenizerConfig,
+    load_tokenizer,
 )
 from easypipe.core.config import from_dict
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
@@ -688,6 +691,31 @@ def test_tools_column_system_prompt_and_template_date() -> None:
     assert shown({"q": "x"}, **dated, template_date="2024-07-26")[0] == "2024 x"
     with pytest.raises(SourceError, match="set template_date"):
         shown({"q": "x"}, **dated)
+
+
+@pytest.mark.parametrize(
+    "template", ["{q} {a}EOS\n", "{q} {a}EOS \n\n", "{{ q }} {{ a }}{{ eos_token }}{{ '\n' }}"]
+)
+def test_a_template_that_ends_with_eos_and_spaces_gets_no_second_eos(template: str) -> None:
+    tokenizer = load_tokenizer(chat_tokenizer())
+    assert tokenizer.eos_token_id is not None
+    eos = tokenizer.special_strings["eos_token"]
+    options: dict[str, Any] = {
+        "format_type": "custom",
+        "template": template.replace("EOS", eos),
+        "input_columns": ("q",),
+        "label_column": "a",
+    }
+    row = {"q": "why?", "a": "so"}
+    for more, trained in (({}, 1), ({"train_on_eos": "none"}, 0)):
+        sample = PromptEngine(tokenizer, PromptConfig(**options, **more)).encode(row)
+        at = np.flatnonzero(sample["input_ids"] == tokenizer.eos_token_id)
+        assert sample["loss_mask"][at].tolist() == [trained]
+        assert tokenizer.decode(sample["input_ids"][sample["loss_mask"] > 0]).startswith("so")
+    if "eos_token" not in template:
+        escaped = TokenizerConfig(name_or_path=chat_tokenizer(), special_strings="escape")
+        sample = PromptEngine(escaped, PromptConfig(**options)).encode(row)
+        assert sample["input_ids"][-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("columns", [("system",), ("system", "tools"), ("chat_template_kwargs",)])

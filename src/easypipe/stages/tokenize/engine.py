@@ -300,6 +300,7 @@ def _format(
 ) -> ChatFormat | TemplateFormat | TextFormat:
     """Returns the format that renders the rows of a PromptConfig."""
     is_chat = config.format_type in CHAT_FORMATS
+    escaped = tokenizer.special.policy == "escape"
     if lengths is not None:
         _check_lengths(config, lengths.policy)
     if config.format_type == "text" and config.rejected_column is None:
@@ -309,6 +310,7 @@ def _format(
             config,
             tokenizer.special_strings,
             lengths if lengths is not None and lengths.policy.budgets else None,
+            "" if escaped else tokenizer.special_strings.get("eos_token", ""),
         )
     roles, behind = config.roles_to_train, config.label is not None
     train_on = config.train_on or ("completion" if behind and roles is None else "assistant")
@@ -332,7 +334,7 @@ def _format(
         raise moved(error, error.at if own else "template") from None
     policy = tokenizer.special.policy
     require(
-        policy != "escape",
+        not escaped,
         "tokenizer",
         "special_strings='escape' is for raw text, and the template of conversations "
         "writes special tokens",

@@ -336,14 +336,22 @@ class TemplateFormat:
     Args:
         names: Special tokens that Jinja templates may print.
         lengths: The lengths whose budgets columns are cut to, or None.
+        eos: The EOS that texts become one token of; empty if they do not.
     """
 
     raw = True
 
     def __init__(
-        self, config: PromptConfig, names: Mapping[str, str], lengths: Lengths | None = None
+        self,
+        config: PromptConfig,
+        names: Mapping[str, str],
+        lengths: Lengths | None = None,
+        eos: str = "",
     ) -> None:
         self._lengths = lengths
+        source = config.source()[0] if config.format_type == "custom" else ""
+        ends = eos and (eos in source or "eos_token" in source)
+        self._eos = eos if ends and (is_jinja(source) or source.rstrip() != source) else ""
         pairs = config.format_type in ("prompt_completion", "text")
         self.kind = "pairs" if pairs else "prompt"
         self._everything = config.answer is None or config.train_on == "all"
@@ -378,6 +386,8 @@ class TemplateFormat:
             more.append("one BOS")
         if self._open:
             more.append("no trained end, nor its own")
+        if self._eos:
+            more.append("spaces behind its end")
         if self.kind == "pairs":
             return ["all" if self._everything else "completion", *more]
         return [self._writer.identity, *more]
@@ -398,6 +408,7 @@ class TemplateFormat:
             elif isinstance(one, Rendered):
                 if self._open:
                     one = one._replace(end=MASKED_END)
+                one = self._ended(one)
                 spans = [[max(a, shared[i]), b] for a, b in one.spans] if shared[i] else one.spans
                 made[i] = (
                     system
@@ -414,6 +425,14 @@ class TemplateFormat:
         if not isinstance(one, str) or not isinstance(other, str):
             return 0
         return len(one[: num_shared(one, other)].removesuffix(" "))
+
+    def _ended(self, one: Rendered) -> Rendered:
+        """Returns a text without an EOS to add if the template wrote one, with spaces behind it."""
+        said = one.text.rstrip()
+        if not self._eos or said == one.text or not said.endswith(self._eos):
+            return one
+        stop = len(said) - len(self._eos) if self._open else len(one.text)
+        return one._replace(end=OPEN, spans=[[a, min(b, stop)] for a, b in one.spans if a < stop])
 
     def _read(self, row: Row) -> Row:
         return {name: row[name] for name in self.columns}
