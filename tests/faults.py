@@ -1536,7 +1536,7 @@ FAULTS = [
           "begins = positions == 0", "begins = positions < 0"),
     fault("a row that begins late has no segment", "loader/rows/stored.py", "tests/loader/test_stored.py -k start_again",
           "    begins[offsets[:-1][lengths > 0]] = True\n", ""),
-    fault("flattened rows are packed as one document", "stages/tokenize/encoders.py", "tests/stages/test_adopt.py -k what_is_refused",
+    fault("flattened rows are packed as one document", "stages/tokenize/imported.py", "tests/stages/test_adopt.py -k what_is_refused",
           "np.flatnonzero(attended > 1)[:1]", "np.flatnonzero(attended > 9)[:1]"),
     fault("a mask below 0 is a target", "loader/rows/stored.py", "tests/stages/test_adopt.py -k named_by_its_place",
           "(values < 0) | (values > 1)", "values > 1"),

@@ -45,7 +45,7 @@ from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.loader.rows.documents import gather_documents
 from easypipe.pipeline import _Remade
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.stages.tokenize.encoders import TokenEncoder
+from easypipe.stages.tokenize.imported import TokenEncoder
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from laws import assert_same_batches, assert_stateless_reads
 from pipelines import config, tokenizer

@@ -472,7 +472,7 @@ def decode(
     )
 
 
-def segments_of(positions: Int32, offsets: Int64) -> Int32:
+def segments_of(positions: Int32 | Int64, offsets: Int64) -> Int32:
     """Returns the segments of rows, from 1 in each: one begins where its positions start at 0.
 
     Rows of several documents are flattened so for attention that knows only positions, as by

@@ -46,8 +46,8 @@ from easypipe.stages.tokenize.encoders import (
     RowForm,
     TextColumn,
     TextEncoder,
-    TokenEncoder,
 )
+from easypipe.stages.tokenize.imported import TokenEncoder
 from easypipe.transforms.chat.render import turns_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
