@@ -434,6 +434,8 @@ FAULTS = [
           'or "s3" not in fs.protocol)', "or True)"),
     fault("a pattern in a folder that is not there has another error", "core/tree.py", "tests/core/test_tree.py -k left_out",
           "contextlib.suppress(FileNotFoundError)", "contextlib.suppress()"),
+    fault("a step that no plan reaches in days is searched for", "cli/explain.py", "tests/test_explain.py -k no_search_reaches",
+          "max=MAX_STEP,", ""),
     fault("biases decay", "train/optim/optimizers.py", "tests/train/test_optim.py -k paper",
           'config.numbers()["weight_decay"] if is_matrix else 0.0', 'config.numbers()["weight_decay"]'),
     fault("the cool-down begins a step late", "train/optim/optimizers.py", "tests/train/test_optimizers.py -k schedules_have_their_formula",

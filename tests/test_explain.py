@@ -334,3 +334,9 @@ def test_as_many_characters_are_shown_as_are_asked_for(characters: int, said: st
     """Of the text: a line end is one, however it is written. Only what is cut ends in dots."""
     line = text_line([("a\nb", False, None), ("cd", True, None)], characters)
     assert line.plain == "      " + said
+
+
+def test_a_step_that_no_search_reaches_is_refused(tmp_path, capsys) -> None:
+    (tmp_path / "run.yaml").write_text("{}")
+    assert main(["explain", str(tmp_path / "run.yaml"), "--step", "1000000000001"]) == 2
+    assert "1000000000" in capsys.readouterr().err.replace("1000000000001", "")

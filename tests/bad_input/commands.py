@@ -44,6 +44,7 @@ ARGUMENTS = [
     command("", "explain", "run.yaml", "--step", "x"),
     command("", "explain", "run.yaml", "--step", "-1"),
     command("999", "explain", "run.yaml", "--step", "999999"),
+    command("--step … 1000000000", "explain", "run.yaml", "--step", "1000000000001"),
     command("", "explain", "run.yaml", "--step", "99999999999999999999999"),
     command("nowhere", "explain", "nowhere.yaml", "--step", "0"),
     command("", "preview", "run.yaml", "-n", "0"),

@@ -18,13 +18,19 @@ if TYPE_CHECKING:
     from easypipe.loader.explain import ExplainedBatch
 
 MASKED = ("⟦", "⟧")
+# The greatest step: an endless plan is searched up to it, at about a million steps a second.
+MAX_STEP = 1_000_000_000
 
 
 def explain(
     config: ConfigFile,
     step: Annotated[
         int,
-        typer.Option(min=0, help="The batch, counted from 0; metrics.jsonl counts steps from 1."),
+        typer.Option(
+            min=0,
+            max=MAX_STEP,
+            help="The batch, counted from 0; metrics.jsonl counts steps from 1.",
+        ),
     ],
     row: Annotated[
         int | None, typer.Option(min=0, help="Show only this row of the batch, counted from 0.")
