@@ -20,7 +20,8 @@ import pytest
 import yaml
 
 import forked
-from easypipe.core.config import allowing_code, from_dict, is_config, parse_yaml
+from easypipe.cli import main
+from easypipe.core.config import allowing_code, from_dict, is_config, load_yaml, parse_yaml
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -40,9 +41,16 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
     """(line, text) of each fenced block of `language`. A block without a language that runs is
     marked ```text.
     """
-    text = page.read_text(encoding="utf-8")
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in found]
+    return blocks_of(page.read_text(encoding="utf-8"), language)
+
+
+def blocks_of(text: str, language: str) -> list[tuple[int, str]]:
+    """(line, text) of each block; those in a tab are indented, and their text is here without."""
+    fenced = re.compile(rf"^( *)```{language}\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+    return [
+        (text.count("\n", 0, found.start()) + 2, re.sub(f"(?m)^{found[1]}", "", found[2]))
+        for found in fenced.finditer(text)
+    ]
 
 
 def _script(name: str) -> ModuleType:
@@ -92,9 +100,8 @@ def sections_of_peers() -> Iterator[tuple[str, str]]:
     """(page and heading, code) of each section with blocks marked ```py: code of other libraries."""
     for page in PAGES:
         for section in page.read_text(encoding="utf-8").split("\n## ")[1:]:
-            found = re.findall(r"^```py\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-            if found:
-                yield f"{page.name}: {section.splitlines()[0]}", "".join(found)
+            if found := blocks_of(section, "py"):
+                yield f"{page.name}: {section.splitlines()[0]}", "".join(text for _, text in found)
 
 
 @pytest.mark.skipif("EASYPIPE_PEERS" not in os.environ, reason="nox -s peers installs them")
@@ -124,6 +131,23 @@ def test_yaml_blocks_load(page: Path) -> None:
             from_dict(
                 DataPipelineConfig if values.get("type") == "data_module" else RunConfig, values
             )
+
+
+def test_an_imported_config_is_shown_as_it_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (DOCS / "coming_from.md").read_text(encoding="utf-8")
+    section = text.partition("## axolotl\n")[2].partition("\n## ")[0]
+    [(_, theirs)], [(_, ours)] = blocks_of(section, "yml"), blocks_of(section, "yaml")
+    monkeypatch.chdir(tmp_path)
+    Path("lora-8b.yml").write_text(theirs, encoding="utf-8")
+    assert main(["import", "axolotl", "lora-8b.yml"]) == 0
+    assert capsys.readouterr().out == ours
+    example = ROOT / "tests/interop/foreign/axolotl-lora-8b.yaml"
+    values = load_yaml(example)
+    assert load_yaml(tmp_path / "lora-8b.yml") == {
+        key: value for key, value in values.items() if value is not None
+    }
 
 
 def test_every_page_is_in_the_navigation() -> None:
