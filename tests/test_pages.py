@@ -4,6 +4,8 @@ Pages of the site, opened as files.
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import re
 import shutil
@@ -11,6 +13,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -121,24 +124,83 @@ def test_the_search_of_the_site_finds_without_a_server(site: Path, tmp_path: Pat
     assert links[0].startswith((site / "packing.html").as_uri())
 
 
-@pytest.mark.skipif("EASYPIPE_CHROMIUM" not in os.environ, reason="needs a browser: nox -s html")
-@pytest.mark.parametrize("size", ["1200,1000", "500,1000"])
-@pytest.mark.parametrize("name", ["index", "conversations", "gallery", "reference/config"])
-def test_the_site_in_a_browser(site: Path, name: str, size: str, tmp_path: Path) -> None:
-    """Nothing is wider than the window, and no cell shows the escape of a pipe."""
-    file = site / f"{name}.html"
-    asked = file.with_name("asked.html")
-    asked.write_text(
-        file.read_text()
-        + "<script>document.body.dataset.wide = document.documentElement.scrollWidth - innerWidth"
-        "</script>"
+OPEN_ALL = """<!doctype html><meta name="color-scheme" content="light dark"><body><script>
+const pages = PAGES;
+const found = [];
+const shown = (one) => one.checkVisibility();
+function look(name, width, page) {
+  const over = () => page.documentElement.scrollWidth - page.documentElement.clientWidth;
+  const first = over();
+  const sets = [...page.querySelectorAll(".tabbed-set")];
+  const switched = sets.map((set) => {
+    const label = set.querySelectorAll(":scope > .tabbed-labels > label")[1];
+    label.click();
+    const blocks = [...set.querySelectorAll(":scope > .tabbed-content > .tabbed-block")];
+    return blocks.map(shown).join() === blocks.map((_, i) => i === 1).join();
+  });
+  found.push({
+    name, width, switched, over: Math.max(first, over()), scheme: page.body.dataset.mdColorScheme,
+    ran: "document$" in page.defaultView,
+    escapes: [...page.querySelectorAll("td")].filter((one) => one.textContent.includes("\\\\|")).length,
+  });
+}
+async function open(name, width) {
+  const frame = document.createElement("iframe");
+  frame.style = `width: ${width}px; height: 900px; border: 0`;
+  frame.src = name;
+  document.body.append(frame);
+  await new Promise((done) => frame.addEventListener("load", done));
+  await new Promise((done) => setTimeout(done, 20));  // its scripts have run
+  look(name, width, frame.contentDocument);
+  frame.remove();
+}
+(async () => {
+  for (const name of pages) for (const width of WIDTHS) await open(name, width);
+  document.body.dataset.found = JSON.stringify(found);
+})();
+</script>"""
+
+
+def open_all(site: Path, folder: Path, widths: list[int], *flags: str) -> list[dict[str, Any]]:
+    """What a browser finds in every page of the site, each opened in a frame of each width.
+
+    Only a server shows 404.html, whose links begin at the root.
+    """
+    names = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    names = [name for name in names if name not in ("404.html", "driver.html")]
+    driver = site / "driver.html"
+    driver.write_text(
+        OPEN_ALL.replace("PAGES", json.dumps(names)).replace("WIDTHS", json.dumps(widths))
     )
-    done = show(tmp_path, size, "--dump-dom", asked.as_uri())
+    frames = "--allow-file-access-from-files"  # the driver reads pages that are files too
+    done = show(folder, "1400,1000", frames, *flags, "--dump-dom", driver.as_uri())
     assert "CONSOLE" not in done.stderr
-    wide = re.search(r'data-wide="(-?[0-9]+)"', done.stdout)
-    assert wide
-    assert int(wide[1]) <= 0
-    assert "\\|" not in done.stdout
+    [found] = re.findall(r'data-found="([^"]*)"', done.stdout)
+    looked = json.loads(html.unescape(found))
+    assert all(one["ran"] for one in looked), "the scripts of the site"
+    assert [(one["name"], one["width"]) for one in looked] == [
+        (name, width) for name in names for width in widths
+    ]
+    return looked
+
+
+@pytest.mark.skipif("EASYPIPE_CHROMIUM" not in os.environ, reason="needs a browser: nox -s html")
+def test_every_page_of_the_site_in_a_browser(site: Path, tmp_path: Path) -> None:
+    """Nothing is wider than the window, tabs switch, and no cell shows the escape of a pipe."""
+    looked = open_all(site, tmp_path, [380, 1200])
+    assert len(looked) > 100
+    assert not [(one["name"], one["width"], one["over"]) for one in looked if one["over"] > 0]
+    assert not [one["name"] for one in looked if not all(one["switched"])]
+    tabs = {one["name"]: len(one["switched"]) for one in looked if one["switched"]}
+    assert tabs["coming_from.html"] == 9
+    assert not [one["name"] for one in looked if one["escapes"]]
+    assert {one["scheme"] for one in looked} == {"default"}
+
+
+@pytest.mark.skipif("EASYPIPE_CHROMIUM" not in os.environ, reason="needs a browser: nox -s html")
+def test_every_page_is_dark_where_the_machine_is(site: Path, tmp_path: Path) -> None:
+    looked = open_all(site, tmp_path, [1200], "--blink-settings=preferredColorScheme=0")
+    assert {one["scheme"] for one in looked} == {"slate"}
 
 
 def test_no_cell_of_a_table_shows_a_backslash() -> None:
