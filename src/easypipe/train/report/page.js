@@ -73,7 +73,8 @@ function figure(into, title, className) {
   into.append(outer);
   const chart = echarts.init(inner, dark ? "dark" : null, { renderer: "canvas" });
   charts.set(title, chart);
-  new ResizeObserver(() => chart.resize()).observe(inner);
+  // the first call tells the size that it has
+  new ResizeObserver(() => { if (chart.getWidth() !== inner.clientWidth) chart.resize(); }).observe(inner);
   return chart;
 }
 
@@ -91,7 +92,7 @@ function draw(title, series, unit) {
     yAxis: byId("logarithmic").checked ? { type: "log", min: "dataMin", max: "dataMax", axisLabel: { formatter: (v) => String(Number(v.toPrecision(3))) } } : { type: "value", scale: true },
     dataZoom: DRAGS ? [{ type: "inside", zoomOnMouseWheel: "ctrl" }] : [],
     series,
-  }, { replaceMerge: ["series"] });
+  }, { replaceMerge: ["series"], lazyUpdate: DRAGS }); // the action below draws it
   if (DRAGS) chart.dispatchAction({ type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true });
   chart.getZr().off("click");
   chart.getZr().on("click", (event) => clicked(chart, event));
