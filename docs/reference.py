@@ -125,7 +125,8 @@ def results() -> str:
         for name, one in found["contenders"].items():
             rounds = len(one["seconds"])
             rows.append(f"| {name} | {one['median']:,.4g} | ±{one['spread']:.0%} | {rounds} |")
-        parts.append("\n".join(rows) + "\n")
+        if found["contenders"]:
+            parts.append("\n".join(rows) + "\n")
         rows = ["| | measured | target |", "| --- | ---: | ---: |"]
         for one in found["targets"]:
             missed = "" if one["met"] else ", missed"
