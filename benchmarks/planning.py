@@ -3,7 +3,7 @@ one thread.
 
 Lengths are log-normal with a median of 400 tokens, rows hold 2,048. "ramp" changes its weights all
 the time, in windows of 1/64 of it, along a line by rows and along half a cosine wave by tokens. A
-rate is the best of all rounds, without compiling; the targets are the slowest mode of each strategy.
+rate is the best of all rounds, without compiling; the targets are of the slowest modes.
 """
 
 from __future__ import annotations
