@@ -148,15 +148,8 @@ def clear_cache(
         f"{older_than_days} days are not an age",
         "Give 0 or more.",
     )
-    there = storage.names_in(folder.at(), folder.options)
-    if not there:
+    if _is_empty(folder):
         return Cleared(removed=(), kept=(), files=0, num_bytes=0)
-    require(
-        _OF_CACHES & {*there},
-        "--cache-dir",
-        f"{folder.at()} is no token cache: it holds {', '.join(few(there))}",
-        "Give the folder that data was prepared in.",
-    )
     with _alone(folder):
         files = files_below(folder.at(), folder.options)
         known = _datasets(folder, files)
@@ -184,6 +177,22 @@ def clear_cache(
         files=len(names),
         num_bytes=_bytes(files, names),
     )
+
+
+def _is_empty(folder: CacheFolder) -> bool:
+    """Returns whether a folder has no content.
+
+    Raises:
+        ConfigError: It has content and is no cache.
+    """
+    there = storage.names_in(folder.at(), folder.options)
+    require(
+        not there or _OF_CACHES & {*there},
+        "--cache-dir",
+        f"{folder.at()} is no token cache: it holds {', '.join(few(there))}",
+        "Give the folder that data was prepared in.",
+    )
+    return not there
 
 
 def _alone(folder: CacheFolder) -> contextlib.AbstractContextManager[Any]:

@@ -444,13 +444,8 @@ def decode(
             )
         columns[name] = values
     assert offsets is not None
-    if POSITION_IDS in columns and SEGMENT_IDS not in columns:
-        columns[SEGMENT_IDS] = segments_of(columns[POSITION_IDS], offsets)
-        if ATTENTION_MASK in columns:
-            columns[SEGMENT_IDS] *= columns[ATTENTION_MASK] != 0
-    if ATTENTION_MASK in columns:
-        attended = columns.pop(ATTENTION_MASK)
-        columns.setdefault(SEGMENT_IDS, (attended != 0).astype(np.int32))
+    attended, positions = columns.pop(ATTENTION_MASK, None), columns.get(POSITION_IDS)
+    columns = _segments(attended, positions, offsets) | columns
     if LABELS in columns:
         ids, labels = columns[INPUT_IDS], columns.pop(LABELS)
         wrong = np.flatnonzero((labels != ids) & (labels != IGNORE))
@@ -470,6 +465,15 @@ def decode(
     return Block(
         offsets, columns, _look_ahead(batch.column(LOOK_AHEAD), at) if LOOK_AHEAD in names else None
     )
+
+
+def _segments(attended: Int32 | None, positions: Int32 | None, offsets: Int64) -> dict[str, Int32]:
+    """Returns the segments of rows without a column of them, if another column says them."""
+    if attended is None and positions is None:
+        return {}
+    one = np.ones(offsets[-1], np.int32)
+    segments = one if positions is None else segments_of(positions, offsets)
+    return {SEGMENT_IDS: segments if attended is None else segments * (attended != 0)}
 
 
 def segments_of(positions: Int32 | Int64, offsets: Int64) -> Int32:
