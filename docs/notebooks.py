@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-TUTORIALS = ("quickstart", "pretrain", "conversations", "preferences", "multihost", "custom")
+TUTORIALS = ("quickstart", "pretrain", "finetune", "dpo", "multihost", "custom")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r'^--8<-- "(.+)"\n', re.MULTILINE)  # a file that the site shows
 CHECKOUT = "python -m pip install '.[train]'"  # beside a notebook there is none
@@ -51,10 +51,10 @@ def _code(language: str, text: str, before: str) -> str | None:
     if language == "python":
         return text
     if language == "bash":
-        return f"%%bash\n{text.replace(CHECKOUT, INSTALL)}"
+        return f"%%bash -e\n{text.replace(CHECKOUT, INSTALL)}"
     if language == "console":
         typed = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
-        return "%%bash\n" + "\n".join(typed) + "\n"
+        return "%%bash -e\n" + "\n".join(typed) + "\n"  # ends at the first line that fails
     saved = re.search(r"save it as `(\S+)`[^`]*$", before)
     return f"%%writefile {saved[1]}\n{text}" if language == "yaml" and saved else None
 
