@@ -220,6 +220,17 @@ def test_a_notebook_holds_the_blocks_of_its_page(name: str) -> None:
     assert not any("](" in cell["source"] and ".md" in cell["source"] for cell in made["cells"])
 
 
+@pytest.mark.parametrize("name", _script("notebooks").TUTORIALS)
+def test_a_tutorial_trains(name: str) -> None:
+    """A page that only shows batches is a how-to."""
+    notebooks = _script("notebooks")
+    cells = notebooks.notebook(DOCS / f"{name}.md")["cells"]
+    code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+    own = [source for source in code if source != notebooks.SETUP.strip("\n")]
+    trains = re.compile(r"\beasypipe (quickstart|train)\b|\bTrainer\(|(?<![\w.])train\(")
+    assert any(trains.search(source) for source in own)
+
+
 def test_every_config_class_is_explained() -> None:
     """The generated reference has words for each class, of its own and not dataclass's list of
     fields.
