@@ -737,6 +737,8 @@ FAULTS = [
           "[-MOST_SPIKES:]", "[:MOST_SPIKES]"),
     fault("a spike is told by its own stretch", "train/report/numbers.py", "tests/train/test_report.py -k spikes",
           "steps[at + STRETCH]", "steps[at]"),
+    fault("the backend of another environment stops a plot", "train/report/pictures.py", "tests/train/test_metrics.py -k another_environment",
+          'if scheme == "module" and', 'if scheme == "none" and'),
     fault("thinned curves lose their ends", "train/report/numbers.py", "tests/train/test_report.py -k its_ends",
           "kept = {0, len(steps) - 1}", "kept = set[int]()"),
     fault("line ends count as they are written", "cli/explain.py", "tests/test_explain.py -k as_many_characters",

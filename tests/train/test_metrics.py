@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +109,15 @@ def test_nothing_of_a_picture_stands_in_the_next(tmp_path: Path) -> None:
     assert list(together) == ["loss", "learning_rate", "data_wait"]
     for name, picture in together.items():
         assert pictures(tmp_path, (name,)) == {name: picture}
+
+
+def test_the_backend_of_a_notebook_of_another_environment_does_not_matter(tmp_path: Path) -> None:
+    """matplotlib does not import with it; the run had ended, and its plot was an error."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    code = "import sys; from easypipe.train.report.pictures import plot_run; plot_run(sys.argv[1])"
+    environment = {**os.environ, "MPLBACKEND": "module://absent.backend_inline"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_plot_is_said(tmp_path):

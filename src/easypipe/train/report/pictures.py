@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -195,6 +197,10 @@ def _label(name: str) -> str:
 
 def _figure() -> Sheet:
     # The import takes 0.5 s, and is only needed when a run ends.
+    scheme, _, module = os.environ.get("MPLBACKEND", "").partition("://")
+    if scheme == "module" and find_spec(module.partition(".")[0]) is None:
+        # that of a notebook, of another environment; matplotlib does not import with it
+        del os.environ["MPLBACKEND"]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
