@@ -32,6 +32,7 @@ from easypipe.save.config import SaveStageConfig
 from easypipe.save.verify import cache_folder_of, verify
 from easypipe.stages.build_record import recall, recall_saved
 from easypipe.stages.config import PipelineConfig, datasets_of, settings_of
+from easypipe.stages.load.stage import DocumentsStage
 from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.save import SaveReport
 from easypipe.stages.source.config import DatasetConfig
@@ -172,6 +173,8 @@ def chain(
                 "has no effect without save",
                 "Add `save: {}` to the config, or leave it out.",
             )
+    if config.mix is None and len(config.datasets) == 1 and config.pack is None:
+        pipeline.add_stage(DocumentsStage())
     return pipeline
 
 

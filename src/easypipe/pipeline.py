@@ -38,7 +38,7 @@ from easypipe.save.config import SaveStageConfig
 from easypipe.sources.external.objects import is_dataset_object, open_object
 from easypipe.stages.build_record import Chain
 from easypipe.stages.config import PipelineConfig, datasets_of, settings_of
-from easypipe.stages.load.stage import LoadStage
+from easypipe.stages.load.stage import DocumentsStage, LoadStage
 from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.mix.stage import MixStage
 from easypipe.stages.pack.config import PackStageConfig
@@ -696,7 +696,10 @@ class _Remade:
         return {name: source.writer for name, source in pipeline.tokenized().items()}
 
 
-HOUSE = (SourceStage, TransformStage, TokenizeStage, MixStage, PackStage, SaveStage, LoadStage)
+HOUSE = (
+    SourceStage, TransformStage, TokenizeStage, MixStage, PackStage, SaveStage, DocumentsStage,
+    LoadStage,
+)  # fmt: skip
 
 
 def _is_own(stage: BaseStage) -> bool:

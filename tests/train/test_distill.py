@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
@@ -15,10 +16,11 @@ import pytest
 from flax import nnx
 
 import forked
-from easypipe import ModelConfig, Trainer
+from easypipe import ModelConfig, Pipeline, Trainer
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, StateError
-from easypipe.run import RunConfig, train
+from easypipe.jobs import chain
+from easypipe.run import RunConfig, prepare, train
 from easypipe.train.config import DistillConfig, OptimizerConfig, PreferenceConfig, TrainingConfig
 from easypipe.train.losses import distill
 from easypipe.train.losses.loss import loss_sums
@@ -247,6 +249,27 @@ def test_a_run_trains_by_the_columns_of_its_data_and_goes_on_with_the_same(tmp_p
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["kl"] > 0
     with pytest.raises(StateError, match=r"distill"):
         train(of_rows(tmp_path, distill={"weight": 0.9}))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_one_dataset_of_tokens_trains_without_packing(tmp_path: Path, streaming: bool) -> None:
+    """Its tokenizer and its columns are known, and it is prepared; its batches stay as they are."""
+    made = of_rows(tmp_path)
+    data = dataclasses.replace(made.data, pack=None, streaming=streaming)
+    made = dataclasses.replace(made, data=data, eval={})
+    if not streaming:
+        [entry, *_] = prepare(made).report.ledger.entries
+        assert (entry.stage, entry.unit, entry.into) == ("tokenize", "rows", {"read": 40})
+    train(made)
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["kl"] > 0
+    unnamed = dataclasses.replace(data.datasets[0], aligned_columns=())
+    other = dataclasses.replace(made, data=dataclasses.replace(data, datasets=(unnamed,)))
+    with pytest.raises(ConfigError, match=r"no column 'teacher_ids'"):
+        train(other)
+    ours = chain(data).load().loader()
+    theirs = Pipeline.from_config(data).source().tokenize().load().loader()
+    for here, there in zip(ours, theirs, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, dict(here), dict(there))
 
 
 def test_where_it_has_no_effect_it_is_refused(tmp_path: Path) -> None:

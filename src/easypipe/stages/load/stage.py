@@ -73,7 +73,27 @@ log = logging.getLogger("easypipe")
 
 DOCUMENTS_AT_A_TIME = 1 << 20  # how many lengths are read at a time, if all are read
 
-__all__ = ["LoadStage", "LoadStageConfig", "require_a_batch"]
+__all__ = ["DocumentsStage", "LoadStage", "LoadStageConfig", "require_a_batch"]
+
+
+class DocumentsStage(BaseStage):
+    """Tokens as documents for a chain without mix() and pack(), before load() makes them.
+
+    Their tokenizer and aligned columns are then known, and they are prepared. Packed rows, and
+    tokens whose tokenizer neither they nor the config names, are passed on unchanged.
+    """
+
+    @property
+    def name(self) -> str:
+        return "documents"
+
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
+        return {
+            name: source
+            if token_info(source) is None and tokenizer_config_of(name, context) is None
+            else _with_policy(name, source, context)
+            for name, source in data.items()
+        }
 
 
 class LoadStage(BaseStage):
