@@ -1913,6 +1913,12 @@ FAULTS = [
           "        if step == 0:\n            return self._first()\n", "        if step == 0:\n            return trainer.fresh()\n"),
     fault("the tokens of one dataset that is not packed have no known tokenizer", "jobs.py", "tests/train/test_distill.py -k one_dataset",
           "if config.mix is None and len(config.datasets) == 1 and config.pack is None:", "if False:"),
+    fault("names of files are made from chained URLs", "core/storage.py", "tests/sources/test_remote.py -k chain_of_urls",
+          "    _refuse_chain(str(path))\n", ""),
+    fault("the error of a filesystem names the manifest", "save/saved.py", "tests/sources/test_remote.py -k without_its_options",
+          "storage.filesystem(path, storage_options)  #", "pass  #"),
+    fault("a fragment hides the extension of a file", "sources/refs.py", "tests/sources/test_remote.py -k fragment",
+          'r"[?#]", path', 'r"[?]", path'),
 ]
 # fmt: on
 

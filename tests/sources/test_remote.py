@@ -18,11 +18,13 @@ import struct
 import time
 import traceback
 import tracemalloc
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
+import fsspec
 import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +37,7 @@ from easypipe.core import jit, remote, storage
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
 from easypipe.core.protocols import ShardedSource, fetched
+from easypipe.save.saved import is_saved
 from easypipe.sources import files as sources_files
 from easypipe.sources.external.megatron import write_megatron
 from easypipe.sources.external.token_files import TokenFilesConfig
@@ -639,6 +642,50 @@ def test_configs_keep_no_storage_options() -> None:
 def test_a_url_without_a_bucket(url: str) -> None:
     with pytest.raises((SourceError, StorageError), match=r"names no (bucket|server)"):
         open_files(url)
+
+
+ARCHIVE = "with storage_options={'fo': '/b.zip'}."
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("zip://in/a.jsonl::/b.zip", f"Give 'zip://in/a.jsonl', {ARCHIVE}"),
+        ("simplecache::zip://in::/b.zip", f"Give 'zip://in', {ARCHIVE}"),
+        ("tar://a.jsonl::s3://me:pw@b/c.tar", "storage_options={'fo': 's3://b/c.tar'}."),
+        ("filecache::file:///a.jsonl", "Give 'file:///a.jsonl' alone."),
+    ],
+)
+def test_a_chain_of_urls_is_refused_by_name(url: str, said: str) -> None:
+    """Whether it is asked for a saved folder first or not."""
+    for ask in (open_files, is_saved):
+        with pytest.raises(StorageError, match="only as a cache of a store") as caught:
+            ask(url)
+        assert str(caught.value).endswith(said)
+        assert "pw" not in str(caught.value)
+        assert "_easypipe" not in str(caught.value)
+
+
+def test_a_cache_of_a_store_and_an_archive_are_read(tmp_path: Path) -> None:
+    path = f"{tmp_path.name}/c.jsonl"
+    fsspec.filesystem("memory").pipe(f"/{path}", LINES)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("in/c.jsonl", LINES)
+    zipped = open_files("zip://in/*.jsonl", storage_options={"fo": str(tmp_path / "a.zip")})
+    for source in (open_files(f"simplecache::memory://{path}"), zipped):
+        assert column(source.read(0, 0, 2)) == ["row 0", "row 1"]
+
+
+@pytest.mark.parametrize("url", ["github://x/a.jsonl", "dir://x", "zip://x"])
+def test_a_filesystem_without_its_options_is_named(url: str) -> None:
+    with pytest.raises(StorageError, match=rf"^{url}: .*for \w+:// in storage_options\.$"):
+        is_saved(url)
+
+
+def test_a_fragment_hides_no_name(web: WebServer) -> None:
+    url = f"{web.url}/data/c.jsonl#part"
+    assert not is_saved(url)
+    assert column(open_files(url).read(0, 0, 1)) == ["row 0"]
 
 
 def test_a_bucket(store: Store) -> None:

@@ -107,8 +107,10 @@ def filesystem(
     """Returns the fsspec filesystem of `path`, and the path in that filesystem's form.
 
     Raises:
-        StorageError: The protocol is unknown, its fsspec package is missing, or no bucket is named.
+        StorageError: The protocol is unknown, its fsspec package or its options are missing, no
+            bucket is named, or a chain of URLs is more than a cache of a store.
     """
+    _refuse_chain(str(path))
     options = dict(storage_options or {})
     if re.match(r"(s3a?|gc?s|https?):///", str(path)):
         place = "server" if is_http(str(path)) else "bucket"
@@ -120,17 +122,39 @@ def filesystem(
         options = http_options(str(path), options)
     try:
         return url_to_fs(str(path), **options)
-    except (ValueError, ImportError) as error:
+    # a filesystem that lacks its options raises the last three
+    except (ValueError, ImportError, TypeError, AttributeError, IsADirectoryError) as error:
         at, protocol = public_url(str(path)), str(path).partition("://")[0]
         extra = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}.get(protocol)
         fix = (
             f"pip install 'easypipe[{extra}]'."
             if extra
             else f"Install the fsspec package for {protocol}."
+            if isinstance(error, ValueError | ImportError)
+            else f"Give what fsspec needs for {protocol}:// in storage_options."
         )
         problem = f"cannot open {protocol}:// paths: {tell(error, str(path), storage_options)}"
     # raised without the library's error, which may contain credentials
     raise StorageError(at=at, problem=problem, fix=fix)
+
+
+def _refuse_chain(url: str) -> None:
+    """Raises StorageError for URLs joined by `::`, except a cache of a store (simplecache::s3://).
+
+    Names of other files could not be made from them.
+    """
+    *first, last = url.split("::")
+    inner = next((link for link in first if "://" in link), None)
+    if is_http(url) or not first or (inner is None and is_remote(last)):
+        return
+    below = public_url("::".join(url.split("::")[first.index(inner) + 1 :]) if inner else last)
+    raise StorageError(
+        at="::".join(map(public_url, url.split("::"))),
+        problem="URLs joined by '::' are read only as a cache of a store",
+        fix=f"Give {below!r} alone."
+        if inner is None
+        else f"Give {public_url(inner)!r}, with storage_options={{'fo': {below!r}}}.",
+    )
 
 
 def is_inside(name: JsonValue) -> bool:

@@ -182,6 +182,8 @@ def is_saved(path: str | Path, storage_options: StorageOptions = None) -> bool:
     if storage.is_remote(path) and (named or any(c in url for c in "*?[")):
         # A pattern, or a file where nothing is saved, is not a folder: no server need be asked.
         return False
+    if storage.is_remote(path):
+        storage.filesystem(path, storage_options)  # its errors name the URL, not the manifest
     return storage.exists(join(path, MANIFEST), storage_options)
 
 

@@ -135,8 +135,8 @@ def compression_of(path: str) -> str | None:
 
 
 def plain_name(path: str) -> str:
-    """Returns `path` without the query of a URL, which would hide the extension."""
-    return path.partition("?")[0] if remote.is_http(path) else path
+    """Returns `path` without the query and fragment of a URL, which would hide the extension."""
+    return re.split(r"[?#]", path, maxsplit=1)[0] if remote.is_http(path) else path
 
 
 def data_files_in(
