@@ -211,6 +211,21 @@ def test_what_is_no_part(split: str, message: str) -> None:
         DatasetConfig(data_files="a.jsonl", split=split)
 
 
+@pytest.mark.parametrize("other", ["val", "validation", "test", "dev", "eval"])
+def test_a_folder_of_splits_has_no_split(tmp_path: Path, other: str) -> None:
+    """As written by MDSWriter: `split` names a folder of `local` there, and held-out rows stay so."""
+    folder = tmp_path / "data"
+    for name in ("train", other):
+        (folder / name).mkdir(parents=True)
+        pipelines.jsonl(folder / name / "a.jsonl", ROWS[:3])
+    refused = f"split: 'train[:2]' would read all of {folder}, with {other}. Give data_files: "
+    with pytest.raises(ConfigError, match=re.escape(f"{refused}{folder}/train.")):
+        DatasetConfig(data_files=str(folder), split="train[:2]")
+    assert len(texts(source_of(tmp_path, data_files=str(folder / "train"), split="train"))) == 3
+    (folder / other).rename(folder / "more")
+    assert len(texts(source_of(tmp_path, data_files=str(folder), split="train"))) == 6
+
+
 def test_parts_in_streaming(tmp_path: Path) -> None:
     lines = str(pipelines.jsonl(tmp_path / "a.jsonl", ROWS))
     options = {

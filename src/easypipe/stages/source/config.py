@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -25,10 +26,12 @@ from easypipe.core.schema import (
     SOURCE,
     TARGET_COLUMNS,
 )
+from easypipe.core.storage import is_remote, names_in
 from easypipe.sources.external.objects import is_dataset_object
 from easypipe.sources.external.saved_datasets import is_saved_dataset
 from easypipe.sources.external.token_files import TokenFilesConfig
 from easypipe.sources.formats.txt import TextUnit
+from easypipe.sources.hub.layout import KEYWORDS
 from easypipe.sources.hub.source import parse_hub_name
 from easypipe.sources.refs import TOKEN_EXTENSIONS, format_of
 from easypipe.sources.splits import Part, parse_split
@@ -47,6 +50,7 @@ from easypipe.transforms.tokenizer.config import TokenizerConfig, with_options
 from easypipe.transforms.tokenizer.lengths import LengthPolicy
 
 WHOLE = "train"  # the split to which `datasets` assigns all rows of files without split names
+HELD_OUT = (*KEYWORDS["validation"], *KEYWORDS["test"])
 
 TALK_OPTIONS = (
     "message_fields",
@@ -429,6 +433,20 @@ def check_input(dataset: DatasetConfig) -> None:
         "split",
         f"{dataset.split!r}, but these rows name no splits: all of them are {WHOLE!r}",
         "Leave it out, and give the files of that split by data_files.",
+    )
+    if isinstance(files, str | Path) and not is_remote(files):
+        _check_folders(str(files), dataset.split)
+
+
+def _check_folders(folder: str, split: str) -> None:
+    """Refuses a folder with a folder for each split: all of them would be read."""
+    names = names_in(folder)
+    others = [name for name in names if name in HELD_OUT]
+    require(
+        WHOLE not in names or not others,
+        "split",
+        f"{split!r} would read all of {folder}, with {', '.join(others)}",
+        f"Give data_files: {os.path.join(folder, WHOLE)}.",
     )
 
 
