@@ -1921,6 +1921,12 @@ FAULTS = [
           'r"[?#]", path', 'r"[?]", path'),
     fault("a split of a folder of splits reads those that are held out", "stages/source/config.py", "tests/sources/test_splits.py -k folder_of_splits",
           "WHOLE not in names or not others,", "True,"),
+    fault("an object that stands for a folder is a file", "sources/files.py", "tests/sources/test_remote.py -k stand_for_folders",
+          'info.get("type") != "directory" and not key.endswith("/")', 'info.get("type") != "directory"'),
+    fault("a server that compresses is not named so", "sources/files.py", "tests/sources/test_remote.py -k packs_everything",
+          "if facts.num_bytes is None and facts.packed:", "if False:"),
+    fault("offline nothing says that a dataset is on this machine", "sources/hub/repo.py", "tests/sources/test_hub.py -k offline",
+          'fix, offline = error.fix, "HF_HUB_OFFLINE" in error.problem', "fix, offline = error.fix, False"),
 ]
 # fmt: on
 

@@ -98,6 +98,12 @@ def test_offline_is_said_at_once(hub: WebServer, monkeypatch: pytest.MonkeyPatch
     ):
         HuggingFaceShardedSource("org/stories")
     assert time.monotonic() - began < 5
+    cached = Path(constants.HF_HUB_CACHE, "datasets--org--stories")
+    (cached / "snapshots" / MAIN).mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(MAIN)
+    with pytest.raises(SourceError, match=f"files of your split in {cached}/snapshots/{MAIN}"):
+        HuggingFaceShardedSource("org/stories")
     assert not hub.seen
 
 

@@ -164,6 +164,13 @@ def test_an_empty_encoding_packs_nothing(web: WebServer) -> None:
     assert open_files(f"{web.url}/data/c.jsonl").read(0, 0, 1).column("text").to_pylist()
 
 
+def test_a_server_that_packs_everything_is_named_so(web: WebServer) -> None:
+    web.ranges = False
+    web.extra["/data/c.jsonl"] = {"Content-Encoding": "gzip"}
+    with pytest.raises(SourceError, match=r"compresses it \(gzip\), .* Turn compression off"):
+        open_files(f"{web.url}/data/c.jsonl")
+
+
 @pytest.mark.usefixtures("large")
 def test_the_length_of_a_packed_answer_is_not_that_of_the_file(web: WebServer) -> None:
     web.ranges = False
@@ -714,6 +721,18 @@ def test_a_bucket(store: Store) -> None:
     assert open_files(f"{folder}/c.jsonl", storage_options=options).fingerprint != before
     with pytest.raises(MissingFileError, match="no such file or folder"):
         open_files(f"{folder}/missing.jsonl", storage_options=options)
+
+
+def test_objects_that_stand_for_folders_are_no_files(s3: Store) -> None:
+    """As the console of S3 makes them, when somebody makes a folder."""
+    folder = s3.new()
+    s3.filesystem.pipe_file(f"{folder}/e/a.jsonl", LINES)
+    bucket, _, key = folder.partition("://")[2].partition("/")
+    for name in ("e/", "e/sub/"):
+        s3.filesystem.call_s3("put_object", Bucket=bucket, Key=f"{key}/{name}", Body=b"")
+    for named in ("e", "e/**", "**", "e/*"):
+        found = sources_files.resolve(f"{folder}/{named}", s3.options)
+        assert [file.path for file in found] == [f"{folder}/e/a.jsonl"], named
 
 
 def rows_of(url: str, store: Store) -> list[str]:

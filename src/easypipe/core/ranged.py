@@ -80,11 +80,13 @@ class HttpFacts:
         num_bytes: The size of the file; None if the server does not say.
         identity: "etag:" or "modified:" with the header's value, else "size:" with the size.
         ranges: Whether the server sends parts of the file.
+        packed: How it compressed the file for this answer; "" if it did not.
     """
 
     num_bytes: int | None
     identity: str
     ranges: bool
+    packed: str = ""
 
 
 def http_facts(fs: Any, url: str, timeout_s: float) -> HttpFacts:
@@ -133,7 +135,8 @@ async def _http_facts(fs: Any, url: str) -> HttpFacts:
             raise OtherAnswerError(OTHER)
         if answer.status != 206:
             answer.close()  # otherwise the client would read the whole body to reuse the connection
-        return HttpFacts(total, identity or f"size:{total}", answer.status == 206)
+        packed = _packed(answer.headers)
+        return HttpFacts(total, identity or f"size:{total}", answer.status == 206, packed)
 
 
 async def _http_range(

@@ -496,7 +496,12 @@ def resolve_remote(
     ) -> dict[str, Json]:
         with reading(here):
             found = storage.ask_long(text, storage_options, method)
-        files = {key: info for key, info in found.items() if info.get("type") != "directory"}
+        files = {
+            key: info
+            for key, info in found.items()
+            # an empty object with a slash stands for a folder
+            if info.get("type") != "directory" and not key.endswith("/")
+        }
         plain = fs._strip_protocol  # pyright: ignore[reportPrivateUsage]  (fsspec has no other name)
         return {str(plain(key)): info for key, info in files.items()}
 
@@ -538,6 +543,11 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
         facts = storage.ask(text, options, use, kind="facts")
     except StorageError as error:
         raise SourceError(at=name, problem=error.problem, fix=error.fix) from None
+    if facts.num_bytes is None and facts.packed:
+        raise here.error(
+            f"the server compresses it ({facts.packed}), and so does not report its size",
+            "Turn compression off for this file there, or copy it to storage that reports it.",
+        )
     file = _sized(here, facts.num_bytes, facts.identity)
     if facts.identity.startswith("size:"):
         log.warning(

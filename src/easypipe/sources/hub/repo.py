@@ -221,7 +221,20 @@ class HubRepo:
         try:
             return remote.retrying(self.at, attempt, options={"token": self._token or None})
         except StorageError as error:
-            raise SourceError(at=self.at, problem=error.problem, fix=error.fix) from None
+            fix, offline = error.fix, "HF_HUB_OFFLINE" in error.problem
+            if offline and (folder := self._on_this_machine(revision)) is not None:
+                fix = f"Unset it, or give data_files the files of your split in {folder}."
+            raise SourceError(at=self.at, problem=error.problem, fix=fix) from None
+
+    def _on_this_machine(self, revision: str | None) -> str | None:
+        """Returns the folder of a revision in the cache of the Hub's client, if it has one."""
+        from huggingface_hub import errors, snapshot_download
+
+        here: Arguments = {"repo_type": "dataset", "revision": revision, "local_files_only": True}
+        try:
+            return snapshot_download(self.repo, **here)
+        except errors.LocalEntryNotFoundError:
+            return None
 
 
 def _require_someone_there(endpoint: str, at: str) -> None:
