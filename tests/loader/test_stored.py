@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from easypipe.compat.collators import create_causal_lm_collate
 from easypipe.core.aligned import LOOK_AHEAD_WEIGHT, LOSS_WEIGHTS, AlignedColumn
 from easypipe.core.errors import ConfigError, PlacementError, SourceError
 from easypipe.core.protocols import Shard
@@ -264,6 +265,24 @@ def test_shifted_labels_are_refused_with_what_to_do():
 def test_columns_that_are_no_tokens_are_refused(column, message):
     with pytest.raises(SourceError, match=message):
         StoredRows(Tables([pa.table({INPUT_IDS: column})])).batch(np.arange(1), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("segment_ids", [1, -1], "token 1 has -1. Give 0 for padding, and 1, 2 and so on"),
+        ("attention_mask", [1, 2], "token 1 has 2. Give 0 for padding and 1 for any other token"),
+        ("attention_mask", [-1, 1], "token 0 has -1. Give 0 for padding and 1 for any other"),
+    ],
+)
+def test_masks_and_segments_of_other_values_are_refused(name, values, message):
+    table = pa.table({INPUT_IDS: [[5], [6, 7]], name: [[1], values]})
+    with pytest.raises(SourceError, match=f"row 1, column '{name}': {message}"):
+        StoredRows(Tables([table])).batch(np.arange(2), 2)
+    bounds = "0, 1" if name == "attention_mask" else "0, 2147483647"
+    said = rf"row 0 of the batch, column '{name}': token \d has -?\d, outside \[{bounds}\]"
+    with pytest.raises(SourceError, match=said):
+        create_causal_lm_collate()([{"input_ids": [6, 7], name: values}])
 
 
 def test_other_bad_rows():

@@ -553,7 +553,7 @@ def integers(
         like: If given, a missing column is ones of this length, and the column must have this
             length.
         wide: Whether values may be those of int64, which the schema of the batch checks; otherwise
-            they are those of int32. Ids are at least 0.
+            they are those of int32. Ids and segments are at least 0, attention_mask is 0 or 1.
 
     Raises:
         SourceError: The column is missing, or does not hold such integers of the right length.
@@ -582,7 +582,8 @@ def integers(
             fix="Give every token one.",
         )
     most = (1 << 63 if wide else MOST_IDS) - 1
-    least = 0 if name == INPUT_IDS else -1 - most
+    least = 0 if name in (INPUT_IDS, SEGMENT_IDS, ATTENTION_MASK) else -1 - most
+    most = 1 if name == ATTENTION_MASK else most
     wrong = np.flatnonzero((values < least) | (values > most)) if values.size else values
     if wrong.size:
         problem = f"token {wrong[0]} has {values[wrong[0]]}, outside [{least}, {most}]"

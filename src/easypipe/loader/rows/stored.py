@@ -43,8 +43,20 @@ from easypipe.core.schema import (
 )
 from easypipe.core.values import Array, Int32, Int64
 from easypipe.loader.collate import collate, count_positions, fresh_columns
-from easypipe.loader.rows.rows import RepeatedRows, default_width
+from easypipe.loader.rows.rows import MOST_IDS, RepeatedRows, default_width
 
+# the largest value of a column, the least is 0, and the fix for others
+TARGETS = 1, "Give 1 for a target and 0 for any other token, or leave the row out."
+BOUNDS = {
+    ATTENTION_MASK: (
+        1,
+        "Give 0 for padding and 1 for any other token; segment_ids tell documents.",
+    ),
+    SEGMENT_IDS: (
+        MOST_IDS - 1,
+        "Give 0 for padding, and 1, 2 and so on for the documents of a row.",
+    ),
+}
 READ_COLUMNS = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS, ATTENTION_MASK, *TARGET_COLUMNS, LOOK_AHEAD)
 
 
@@ -444,6 +456,8 @@ def decode(
             )
         columns[name] = values
     assert offsets is not None
+    for name in (name for name in BOUNDS if name in columns):
+        _bounded(columns[name], offsets, name, where)
     attended, positions = columns.pop(ATTENTION_MASK, None), columns.get(POSITION_IDS)
     columns = _segments(attended, positions, offsets) | columns
     if LABELS in columns:
@@ -460,7 +474,7 @@ def decode(
             )
         columns[LABELS] = (labels != IGNORE).astype(np.int32)
     if targets := [name for name in TARGET_COLUMNS if name in columns]:
-        masks = [_mask(columns.pop(name), offsets, name, where) for name in targets]
+        masks = [_bounded(columns.pop(name), offsets, name, where) for name in targets]
         columns[LOSS_MASK] = functools.reduce(np.minimum, masks)
     return Block(
         offsets, columns, _look_ahead(batch.column(LOOK_AHEAD), at) if LOOK_AHEAD in names else None
@@ -489,20 +503,20 @@ def segments_of(positions: Int32 | Int64, offsets: Int64) -> Int32:
     return count - np.repeat(count[offsets[:-1][lengths > 0]] - 1, lengths[lengths > 0])
 
 
-def _mask(values: Int32, offsets: Int64, name: str, where: Callable[[np.int64, str], str]) -> Int32:
-    """Returns the values of a mask.
+def _bounded(
+    values: Int32, offsets: Int64, name: str, where: Callable[[np.int64, str], str]
+) -> Int32:
+    """Returns the values of a mask, or of segments.
 
     Raises:
-        SourceError: One is neither 0 nor 1.
+        SourceError: One is negative, or more than the column may hold.
     """
-    wrong = np.flatnonzero((values < 0) | (values > 1))
-    if wrong.size:
-        row = np.searchsorted(offsets, wrong[0], side="right") - 1
-        raise SourceError(
-            at=where(row, name),
-            problem=f"token {int(wrong[0] - offsets[row])} has {values[wrong[0]]}",
-            fix="Give 1 for a target and 0 for any other token, or leave the row out.",
-        )
+    most, fix = BOUNDS.get(name, TARGETS)
+    if values.min(initial=0) < 0 or values.max(initial=0) > most:
+        wrong = np.flatnonzero((values < 0) | (values > most))[0]
+        row = np.searchsorted(offsets, wrong, side="right") - 1
+        problem = f"token {int(wrong - offsets[row])} has {values[wrong]}"
+        raise SourceError(at=where(row, name), problem=problem, fix=fix)
     return values
 
 
