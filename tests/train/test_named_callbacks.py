@@ -206,6 +206,39 @@ def test_a_list_of_later_steps_goes_where_a_run_goes_back(tmp_path, write):
     assert (tmp_path / "best.json").exists() is not write, "one process of a run writes"
 
 
+def test_a_resume_without_the_writers_cuts_their_files_too(tmp_path, caplog):
+    """Steps 3 and 4 were of another timeline: their lines go, and so does their checkpoint's entry;
+    what best.json still lists is kept while the run goes on. Another's file is left as it is.
+    """
+    lines = ("rollbacks.jsonl", "samples.jsonl")
+    options = {"steps": 8, "checkpoint": CheckpointConfig(every=2, keep=1)}
+    best = {"best": {"metric": "eval.held.loss", "mode": "max", "keep": 2}}
+    with pytest.raises(Stop):
+        trainer(tmp_path, best, listener=stop_after(4), **options).run()
+    entries = [{"step": step, "checkpoint": f"checkpoints/{step}"} for step in (2, 4)]
+    write_kept(tmp_path / "best.json", entries)
+    shutil.rmtree(tmp_path / "checkpoints/4")
+    for name in lines:
+        (tmp_path / name).write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4)))
+    (tmp_path / "lm_eval.jsonl").write_text("no record\n")
+    trainer(tmp_path, {}, **options).run()
+    for name in lines:
+        assert [one["step"] for one in read_metrics(tmp_path / name)] == [1, 2]
+    assert "lm_eval.jsonl, line 1: not a metrics record" in caplog.text
+    assert (tmp_path / "lm_eval.jsonl").read_text() == "no record\n"
+    assert [one["step"] for one in read_kept(tmp_path / "best.json")] == [2]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "8"]
+
+    files = [*lines, "best.json", "metrics.jsonl"]
+    before = [(tmp_path / name).read_bytes() for name in files]
+    trainer(tmp_path, {}, **options).run()  # it is finished
+    assert [(tmp_path / name).read_bytes() for name in files] == before
+    shutil.rmtree(tmp_path / "checkpoints")  # begun again
+    trainer(tmp_path, {}, **options).run()
+    assert [(tmp_path / name).read_bytes() for name in lines] == [b"", b""]
+    assert not (tmp_path / "best.json").exists()
+
+
 def test_the_lowest_is_best_by_default(tmp_path):
     lowest = trainer(tmp_path / "low", {"best": {"metric": "eval.held.ppl"}}).run()
     assert read_kept(tmp_path / "low/best.json")[0]["step"] == lowest.steps

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -24,12 +24,18 @@ from typing_extensions import TypedDict  # pydantic does not accept another one 
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, parse_checked
 from easypipe.core.config import allowing_code, load_yaml, to_dict
-from easypipe.core.errors import DamagedFileError, MissingFileError, StateError, require
+from easypipe.core.errors import (
+    DamagedFileError,
+    MissingFileError,
+    StateError,
+    StorageError,
+    require,
+)
 from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Json, JsonObject, Settings
 from easypipe.train.checkpoint.files import CHECKPOINTS, check_path
 from easypipe.train.checks import KnowingState
-from easypipe.train.metrics.log import METRICS
+from easypipe.train.metrics.log import LM_EVAL, METRICS, ROLLBACKS, SAMPLES, MetricsFile
 
 # In train.output_dir: the resolved configuration, which `easypipe train` accepts again.
 RECORD = "run.yaml"
@@ -57,6 +63,8 @@ _OLDER: Mapping[str, Sequence[str]] = {
     ),
 }  # fmt: skip
 _LISTS = (VERSIONS, CHANGES, RESTARTS, BEST)
+# The options whose writers append to a MetricsFile.
+_LINES = {ROLLBACKS: "spikes", SAMPLES: "samples", LM_EVAL: "lm_eval"}
 
 _PACKAGES = (
     "easypipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow",
@@ -184,6 +192,39 @@ def write_changes(
             kept.append({"step": one["batch"], "row": one["row"], "changed": parts, "before": None})
     if kept != known:
         write_kept(folder / CHANGES, sorted(kept, key=lambda one: one["step"]))
+
+
+def drop_later(
+    folder: Path, step: int, saved: Collection[int], writers: Collection[str]
+) -> set[int]:
+    """Drops what the run wrote after `step` to files that no writer of this process cuts itself.
+
+    Args:
+        folder: The run's folder.
+        step: The step from which the run continues.
+        saved: The steps that have a checkpoint.
+        writers: The options that are set: "spikes", and names of callbacks.
+
+    Returns:
+        The steps that best.json still lists; empty if the callback `best` writes it.
+    """
+    if not (folder / METRICS).exists():  # no run wrote here: such files are the user's
+        return set()
+    for name, writer in _LINES.items():
+        if writer not in writers and (path := folder / name).exists():
+            try:
+                MetricsFile(path, after_step=step).close()
+            except StorageError as error:
+                logger.warning("%s; it is left as it is", error)
+    if "best" in writers:
+        return set()
+    known = _known(folder / BEST)
+    kept = [one for one in known if one.get("step") in saved]
+    if kept and kept != known:
+        write_kept(folder / BEST, kept)
+    elif not kept:
+        (folder / BEST).unlink(missing_ok=True)
+    return {one["step"] for one in kept}
 
 
 def read_changes(folder: Path) -> list[Json]:

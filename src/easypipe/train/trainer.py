@@ -44,6 +44,7 @@ from easypipe.train.parallel.mesh import place_batch
 from easypipe.train.record import (
     LEDGER,
     check_record,
+    drop_later,
     write_changes,
     write_config,
     write_fingerprints,
@@ -572,6 +573,9 @@ class _Run:
         write_changes(folder, self.step, self.change, of_data)
         evals = {one.name: one.loader for one in trainer.evals}
         write_fingerprints(folder, trainer.train, evals, trainer.steps)
+        writers = {*trainer.named_callbacks, *(("spikes",) if self.guard.guards else ())}
+        listed = drop_later(folder, self.step, self.checkpoints.steps(), writers)
+        self.checkpoints.protected["best"] = listed
 
 
 def _states_of(callbacks: Sequence[StatefulListener]) -> list[Json]:

@@ -36,7 +36,7 @@ from easypipe.train.callbacks.config import (
 )
 from easypipe.train.callbacks.trackers import Mlflow, Trackio, Wandb, flat, installed
 from easypipe.train.events import Callback, StatefulListener, TrainEvent
-from easypipe.train.metrics.log import SAMPLES, MetricsFile
+from easypipe.train.metrics.log import LM_EVAL, SAMPLES, MetricsFile
 from easypipe.train.record import BEST, write_kept
 from easypipe.transforms.chat.conversations import conversations_of
 
@@ -437,7 +437,7 @@ class LmEval(Callback):
 
         check_needed()
         _check_alone(f"{_AT}.lm_eval", "asks", "eval")
-        self.config, self._path = config, folder / "lm_eval.jsonl"
+        self.config, self._path = config, folder / LM_EVAL
         self._tokenizer, self._seen = known.tokenizer or "", known.seen
 
     def on_init(self, event: TrainEvent) -> None:

@@ -27,6 +27,7 @@ Record = dict[str, Any]
 METRICS = "metrics.jsonl"
 ROLLBACKS = "rollbacks.jsonl"
 SAMPLES = "samples.jsonl"
+LM_EVAL = "lm_eval.jsonl"
 
 logger = logging.getLogger("easypipe")
 
