@@ -19,7 +19,7 @@ from easypipe.run import inputs_of
 from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh
-from easypipe.train.record import write_config, write_versions
+from easypipe.train.record import read_changes, read_kept, write_config, write_versions
 from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
 from pipelines import jsonl, tokenizer
@@ -123,6 +123,38 @@ def test_changed_data_are_refused_unless_the_config_says_so(tmp_path):
     ).run()
     assert len(curve(tmp_path)) == 5
     assert one.state().changes[0]["batch"] == 3
+
+
+def test_values_of_changed_held_out_data_are_not_compared(tmp_path, caplog):
+    """The lowest of old and the highest of new data would rank; data that comes or goes may."""
+
+    def run(cache, steps, *names):
+        metric = {"metric": "eval.held.loss"}
+        named = {"best": {**metric, "keep": 9}, "early_stopping": {**metric, "patience": 9}}
+        values = {"output_dir": str(tmp_path), "callbacks": named}
+        callbacks = from_dict(TrainingConfig, values).callbacks
+        options = {"callbacks": callbacks, "resume_changes": ["train.steps"], "eval_every": 1}
+        evals = {name: loader(cache, num_epochs=1) for name in ("held", *names)}
+        one = trainer(tmp_path, loader(), evals, steps=steps, **options)
+        one.run()
+        return one.named_callbacks["early_stopping"].state()["best"]
+
+    def ranked():
+        return sorted(one["step"] for one in read_kept(tmp_path / "best.json"))
+
+    run(CACHE, 3)
+    run(CACHE, 4, "more")  # one more is no change of the other
+    assert ranked() == [1, 2, 3, 4]
+    assert "eval.held" not in caplog.text
+    run(OTHER, 4)  # it is finished: nothing more is compared
+    assert ranked() == [1, 2, 3, 4]
+    caplog.clear()
+    best = run(OTHER, 6)
+    assert ranked() == [5, 6]
+    assert best == min(one["eval"]["held"]["loss"] for one in curve(tmp_path)[4:])
+    assert "since the checkpoint: eval.held: another sources and plan" in caplog.text
+    entry = read_changes(tmp_path)[-1]
+    assert (entry["step"], entry["changed"]["eval.held"]) == (4, "another sources and plan")
 
 
 def test_a_run_has_one_key_for_micro_batches(caplog):

@@ -10,22 +10,25 @@ from typing import Any
 import pytest
 
 from easypipe.core.config import from_dict, to_dict
-from easypipe.train.checkpoint.resume import identity_of
+from easypipe.train.checkpoint.resume import identity_of, run_differences
 from easypipe.train.config import (
     DistillConfig,
     LossConfig,
     OptimizerConfig,
     PreferenceConfig,
+    SpikeConfig,
     TrainingConfig,
 )
 from easypipe.train.model.config import LoraConfig, ModelConfig
 from easypipe.train.optim.config import DEFAULTS
 
 BASE = {"steps": 40}
+LATER = ("on_nonfinite", "spikes", "checkpoint")
 LORA = {"lora": {}}
 PAIRS = {"preference": {}}
 MARGIN = {"preference": {"loss": "simpo"}}
 TAUGHT = {"distill": {}}
+SPIKES = {"spikes": {}}
 VERDICTS = {"preference": {"loss": "kto"}}
 FLAT = {"optimizer": {"schedule": "wsd"}}
 GROUPS = {"optimizer": {"groups": [{"match": "a"}]}}
@@ -60,6 +63,11 @@ DECIDE: list[tuple[str, Any, dict[str, Any]]] = [
     ("distill.weight", 0.9, TAUGHT),
     ("distill.ids", "others", TAUGHT),
     ("distill.log_probs", "others", TAUGHT),
+    ("on_nonfinite", "stop", {}),
+    ("spikes", {}, {}),
+    *((f"spikes.{name}", 9, SPIKES) for name in ("window", "threshold", "patience")),
+    ("spikes.max_rollbacks", 9, SPIKES),
+    ("checkpoint.every", 3, SPIKES),
     ("optimizer.schedule", "linear", {}),
     ("optimizer.warmup_steps", 3, {}),
     ("optimizer.final_fraction", 0.2, {}),
@@ -93,9 +101,7 @@ FREE: dict[str, Any] = {
     "measure": ["token_accuracy"],
     "checkpoint": {"every": 3, "keep": 3},
     "callbacks": {"heartbeat": {}},
-    "on_nonfinite": "stop",
     "max_nonfinite": 11,
-    "spikes": {},
     "resume": False,
     "resume_changes": ["train.steps"],
 }
@@ -134,6 +140,26 @@ def test_options_that_came_later_are_not_compared_at_their_defaults() -> None:
     assert identity(BASE | PAIRS)["train"]["preference"] == first
 
 
+def test_older_checkpoints_are_compared_by_the_options_that_they_were_saved_with() -> None:
+    """Their identity lacks what is told of steps that are not sound."""
+
+    def compared(was: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+        of = identity(BASE | was)
+        older = {k: v for k, v in of["train"].items() if k not in LATER}
+        values = to_dict(from_dict(TrainingConfig, BASE | was))
+        saved = {"identity": {**of, "train": older}, "train": values}
+        found = run_differences(saved, identity(BASE | now))
+        assert found == run_differences(saved | {"identity": of}, identity(BASE | now))
+        return found
+
+    rare = {"spikes": {}, "checkpoint": {"every": 4}}
+    for same in ({}, SPIKES, rare, {"on_nonfinite": "stop"}):
+        assert compared(same, same) == {}
+    assert compared(rare, {}).keys() == compared({}, rare).keys() == {"train.spikes"}
+    assert compared(rare, SPIKES) == {"train.checkpoint.every": "500 here, 4 in the checkpoint"}
+    assert compared({}, {"on_nonfinite": "stop"}).keys() == {"train.on_nonfinite"}
+
+
 def test_every_option_is_tried() -> None:
     tried = {option for option, *_ in DECIDE} | {*FREE}
     for prefix, kind in (
@@ -143,6 +169,7 @@ def test_every_option_is_tried() -> None:
         ("lora.", LoraConfig),
         ("preference.", PreferenceConfig),
         ("distill.", DistillConfig),
+        ("spikes.", SpikeConfig),
     ):
         names = {prefix + field.name for field in dataclasses.fields(kind)}
         assert names - tried <= {"optimizer", "loss"}

@@ -24,6 +24,7 @@ from easypipe.train.config import CheckpointConfig, OptimizerConfig, SpikeConfig
 from easypipe.train.events import Callback, TrainEvent
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh, place_batch
+from easypipe.train.record import read_changes
 from easypipe.train.report.page import write_report
 from easypipe.train.spike_guard import SpikeGuard
 from easypipe.train.trainer import Trainer
@@ -275,6 +276,31 @@ def test_lines_are_on_the_disk_before_a_checkpoint_that_counts_on_them(tmp_path,
     assert [step for step, _, _ in seen] == [4, 8, 12, 16]
     assert all(lines >= step for step, lines, _ in seen)
     assert seen[-1][2] == 3
+
+
+def test_a_run_goes_on_under_other_rules_only_where_they_are_named(tmp_path):
+    trainer(tmp_path, Shaken(), steps=4, spikes=SPIKES).run()
+    wider = SpikeConfig(window=5, threshold=6.0, patience=2)
+    allowed = ["train.steps"]
+    for changes, told in (
+        ({"spikes": None}, "train.spikes: nothing here"),
+        ({"spikes": wider}, "train.spikes.window: 5 here, 4 in the checkpoint"),
+        (
+            {"spikes": SPIKES, "checkpoint": CheckpointConfig(every=2)},
+            "train.checkpoint.every: 2 here, 4 in the checkpoint",
+        ),
+        ({"spikes": SPIKES, "on_nonfinite": "stop"}, "train.on_nonfinite: stop here, skip in"),
+    ):
+        with pytest.raises(StateError, match=rf"belongs to another run: .*{told}") as error:
+            trainer(tmp_path, Shaken(), steps=8, resume_changes=allowed, **changes).run()
+        assert f"train.resume_changes=[train.steps,{told.partition(':')[0]}]" in str(error.value)
+    allowed = ["train.steps", "train.spikes"]
+    trainer(tmp_path, Shaken(), steps=8, spikes=wider, resume_changes=allowed).run()
+    assert read_changes(tmp_path)[-1]["changed"]["train.spikes.window"] == "was 4, is 5"
+    # the spike guard may go, and later come
+    trainer(tmp_path, Shaken(), steps=12, resume_changes=allowed).run()
+    trainer(tmp_path, Shaken(), steps=16, spikes=SPIKES, resume_changes=allowed).run()
+    assert [one["step"] for one in read_changes(tmp_path)] == [4, 8, 12]
 
 
 def test_a_run_that_spikes_for_ever_stops(tmp_path):

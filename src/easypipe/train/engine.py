@@ -76,6 +76,7 @@ from easypipe.train.parallel.mesh import (
     make_mesh,
     place_batch,
 )
+from easypipe.train.record import fingerprint as digests_of
 from easypipe.train.record import from_anywhere
 from easypipe.train.step import make_eval_step, make_train_step
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
@@ -201,6 +202,11 @@ class Engine:
             HeldOut(name, one, one.state(), _sources(name, one) if asked else ())
             for name, one in evals.items()
         )
+        # what the numbers of each of them are of, as far as it is known
+        self.held_out: Json = {
+            one.name: {**(digests_of(one.loader) or {}), "eval_batches": config.eval_batches}
+            for one in self.evals
+        }
         of_evals = {"eval_every": config.eval_every, "eval_batches": config.eval_batches}
         for option in [name for name, value in of_evals.items() if value and not evals]:
             logger.warning("train.%s: has no effect, because no data is held out (eval)", option)

@@ -23,15 +23,17 @@ from easypipe.core.values import Arguments, Json
 from easypipe.core.visible import first_of
 from easypipe.train import state as states
 from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
-from easypipe.train.checkpoint.differences import differences, listed
+from easypipe.train.checkpoint.differences import listed
 from easypipe.train.checkpoint.files import CHECKPOINTS
 from easypipe.train.checkpoint.resume import (
     ENDED,
     check_resume,
     check_same,
     data_differences,
+    held_out_differences,
     loader_state,
     plain_json,
+    run_differences,
     saved_loader_state,
 )
 from easypipe.train.checks import Closing, EpochStyle, Explaining, KnowingState
@@ -405,6 +407,7 @@ class _Run:
                 name: callback.state() for name, callback in trainer.named_callbacks.items()
             },
             **self.began,
+            "held_out": trainer.held_out,
             "origin": trainer.origin.record(),
             "tokenizer": trainer.tokenizer,
             "seen": trainer.seen.record(),
@@ -484,7 +487,13 @@ class _Run:
         if self.guard.guards:
             checkpoints.protected["watch"] = {self.guard.good}
         given = _saved_states(saved, trainer.given_callbacks, at)
-        named = saved.get("named_callbacks", {})
+        evals = held_out_differences(saved, trainer.held_out, trainer.run_config)
+        named = {
+            name: kept
+            for name, kept in saved.get("named_callbacks", {}).items()
+            # its values are of other data than those that follow
+            if step == trainer.steps or trainer.known.of(kept.get("metric", "")) not in evals
+        }
         both = [
             (one, named[name]) for name, one in trainer.named_callbacks.items() if name in named
         ]
@@ -495,7 +504,8 @@ class _Run:
                 "%s: resumed at step %d with changes: %s", trainer.output_dir, step, listed(own)
             )
         was_is = {"words": "was {saved}, is {here}"}
-        changed = differences(saved["identity"], trainer.identity, **was_is) | of_data
+        changed = run_differences(saved, trainer.identity, **was_is) | of_data
+        changed |= {path: text for one in evals.values() for path, text in one.items()}
         if of_data:
             changed |= data_differences(saved, data, **was_is)
         ended = saved.get("ended")

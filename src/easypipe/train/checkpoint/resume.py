@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -20,6 +21,8 @@ from easypipe.train.model.config import ClassifierConfig, ModelConfig
 from easypipe.train.optim.config import OptimizerConfig
 from easypipe.train.parallel.distributed import of_every_process
 
+logger = logging.getLogger("easypipe")
+
 LOADER_PARTS = (
     "sources",
     "tokenizer",
@@ -28,13 +31,16 @@ LOADER_PARTS = (
 )  # the parts in which loader states are compared
 ENDED = "ended"  # in resume_changes: continue a run that had ended
 # Keys of TrainingConfig that decide the numbers.
-MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")
+MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps", "on_nonfinite")
 # These decide them too, but are compared only if they are set, so that the message says whether one
 # was set.
-IF_THERE = ("lora", "preference", "distill", "neftune_alpha", "class_weights")
+IF_THERE = ("lora", "preference", "distill", "neftune_alpha", "class_weights", "spikes")
 # Options of preferences that older checkpoints lack: they are compared only if they have other
 # values.
 LATER = {"loss": "sigmoid", "margin": None, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+
+# Options of which earlier versions kept no copy in the identity: checkpoints have them in "train".
+COMPARED_LATER = ("on_nonfinite", "spikes")
 
 OWN = ("output_dir", "distributed")  # options that each process may have for itself
 
@@ -59,6 +65,8 @@ def identity_of(
     values = to_dict(config)
     train = {name: values[name] for name in MUST_MATCH}
     train |= {name: values[name] for name in IF_THERE if values[name] is not None}
+    if config.spikes is not None:
+        train["checkpoint"] = _goes_back_to(values)
     given = train.get("preference", {})
     for name, value in LATER.items():
         if name in given and given[name] == value:
@@ -68,6 +76,53 @@ def identity_of(
         train["optimizer"] = {"name": "given from Python"}
     train["steps"] = steps
     return {"model": to_dict(model), "train": train, "loader": {"batch_size": batch_size}}
+
+
+def _goes_back_to(train: Json) -> Json:
+    """Returns the options of checkpoints that decide to which step a spike takes the run back."""
+    return {"every": train["checkpoint"]["every"]}
+
+
+def run_differences(saved: Json, identity: Json, **words: str) -> dict[str, str]:
+    """Returns the `differences` of a run from its checkpoint, its data apart.
+
+    Args:
+        saved: The `run` that was given to the checkpoint.
+        identity: The result of `identity_of`.
+        words: Those of `differences`.
+    """
+    was, values = saved["identity"], saved["train"]
+    later = {name: values[name] for name in COMPARED_LATER if values[name] is not None}
+    if "spikes" in later:
+        later["checkpoint"] = _goes_back_to(values)
+    found = differences({**was, "train": later | was["train"]}, identity, **words)
+    found.pop("train.checkpoint", None)  # it comes and goes with spikes, which are told
+    return found
+
+
+def held_out_differences(saved: Json, held_out: Json, config: Json) -> dict[str, dict[str, str]]:
+    """Compares held-out data with that of the checkpoint, and warns of what changed.
+
+    Args:
+        saved: The `run` that was given to the checkpoint.
+        held_out: `Engine.held_out`, by the names of loaders.
+        config: The config of the run.
+
+    Returns:
+        For each loader that both have and whose numbers are of other data, the differences, key
+        path → old and new value.
+    """
+    found, before = {}, saved.get("held_out", {})  # older checkpoints lack it
+    evals = [one.get("eval", {}) for one in (saved["config"], config)]
+    for name, now in held_out.items():
+        was = before.get(name, now)
+        if parts := [part for part in now if was.get(part) != now[part]]:
+            at = f"eval.{name}"
+            old, new = (one.get(name, {}) for one in evals)
+            own = differences(old, new, at, words="was {saved}, is {here}")
+            found[name] = {at: f"another {' and '.join(parts)}"} | own
+            logger.warning("changed since the checkpoint: %s", listed(found[name]))
+    return found
 
 
 def check_processes(
@@ -256,7 +311,7 @@ def check_same(
         StateError: Something differs that is not allowed; the message lists every difference, and
             what to write into resume_changes.
     """
-    own = differences(saved["identity"], identity)
+    own = run_differences(saved, identity)
     parts, words = changed_data(saved["loader"], loader)
     of_data = {f"loader.{part}": words for part in parts}
     refused = {
