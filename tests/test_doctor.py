@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import fcntl
 import importlib.metadata
+import json
 import os
 import re
 import resource
@@ -25,10 +26,11 @@ import pytest
 
 import doctor_faults
 from disasters.jobs import write_inputs
-from easypipe import DatasetConfig, Pipeline, TokenizeStageConfig
+from easypipe import DatasetConfig, PackStageConfig, Pipeline, TokenizeStageConfig
 from easypipe.cache.reader import TokenCache
 from easypipe.cli import main
 from easypipe.core import storage
+from easypipe.core.config import from_dict
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.doctor import devices, machine, processes
 from easypipe.doctor.check import Check, Failed, Finding, examine
@@ -111,6 +113,43 @@ def test_options_of_batches_are_no_fault(
     every = [*examine([*data_checks(sample), *process_checks(sample)])]
     assert [one for one in every if one.state == "FAILED"] == []
     assert {one.name for one in every if one.state == "skipped"} <= {*skipped}
+
+
+def test_rows_of_tokens_are_no_fault_and_are_not_called_tokenized(
+    project: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """JSON's numbers are float64, of which a device has float32; rows that are not packed have no
+    length that a plan could take.
+    """
+    row = {"input_ids": [5, 6, 7, 8], "loss_weights": [0.1, 0.2, 0.3, 0.7]}
+    Path("tokens.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+    values = json.loads(Path("train.yaml").read_text())
+    one = {"data_files": "tokens.jsonl", "aligned_columns": {"loss_weights": None}}
+    tokens = {"datasets": [one], "default_tokenizer": "tokenizer", "seed": 3}
+    tokens |= {"load": {"batch_size": 4, "num_epochs": None}}
+    run = from_dict(
+        RunConfig,
+        values
+        | {"data": tokens, "eval": {"held": {"datasets": [one]}}}
+        | {"train": values["train"] | {"steps": 6, "eval_every": 2, "eval_batches": 1}},
+    )
+    sample = Sample(run.data, project / "sample", 200)
+    every = [*examine([*data_checks(sample), *device_checks(run, sample)])]
+    said = {one.name: (one.state, one.says) for one in every}
+    for name in ("no row is lost", "tokens are the reference's", "preparing again changes nothing"):
+        assert said[name] == (
+            "skipped",
+            "no dataset is tokenized here: the rows hold tokens already",
+        )
+    assert said["batches lie on their devices"][0] == "ok"
+    state, says = said["memory headroom"]
+    assert (state, says.partition(":")[0]) == ("skipped", "data.pack")
+    assert {state for state, _ in said.values()} == {"ok", "skipped"}
+    packed = dataclasses.replace(
+        run, data=dataclasses.replace(run.data, pack=PackStageConfig(seq_length=16))
+    )
+    assert found(device_checks(packed, sample), "memory headroom").state == "ok"
+    assert "no data is held out" not in caplog.text
 
 
 def test_as_many_devices_as_rows_are_no_fault(project: Path) -> None:

@@ -58,6 +58,8 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("easypipe")
 
+ROW_LENGTH = "data.pack"  # the place of the error that the length of rows is not known
+
 
 @config
 class RunConfig:
@@ -369,7 +371,7 @@ def plan_on(run: RunConfig, topology: str | Topology) -> StepPlan:
     if length is None:
         problem = "neither it nor data.tokenize.max_length says how long rows are"
         raise ConfigError(
-            at="data.pack", problem=problem, fix="Set pack.seq_length, or tokenize.max_length."
+            at=ROW_LENGTH, problem=problem, fix="Set pack.seq_length, or tokenize.max_length."
         )
     model = run.model
     if isinstance(model, ModelConfig) and model.vocab_size is None:

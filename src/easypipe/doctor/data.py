@@ -32,6 +32,7 @@ from easypipe.loader.state import LoaderState
 from easypipe.pipeline import Pipeline
 from easypipe.previews.samples import looked_at
 from easypipe.stages.config import PipelineConfig
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 
 BATCHES = 6  # the number of batches that are checked
 STOPS = (0, 1, 2, 4)  # batches after which a loader is stopped, and another one continues
@@ -124,7 +125,7 @@ def no_row_is_lost(sample: Sample) -> str:
     except LedgerError as error:
         raise Failed(f"{error.at}: {error.problem}") from error
     total = 0
-    for name, source in sample.pipeline.tokenized().items():
+    for name, source in _tokenized(sample.pipeline).items():
         cache, below = source.materialize(), source.source
         for number, shard in enumerate(below.shards):
             rows = shard.num_rows or 0
@@ -226,12 +227,13 @@ def compare(first: Pipeline, second: Pipeline, how: str) -> str:
 
     Raises:
         Failed: A document or its mask differs.
+        Skipped: The rows hold tokens already.
     """
     count = 0
     others: Mapping[str, TokenCache] = {
         name: source.materialize() for name, source in second.tokenized().items()
     }
-    for name, source in first.tokenized().items():
+    for name, source in _tokenized(first).items():
         cache, other = source.materialize(), others[name]
         for doc in range(max(cache.num_docs, other.num_docs)):
             if doc >= min(cache.num_docs, other.num_docs):
@@ -253,3 +255,15 @@ def compare(first: Pipeline, second: Pipeline, how: str) -> str:
                 raise Failed(f"dataset {name}, {info.name}: another loss mask {how}")
         count += cache.num_docs
     return f"{count:,} documents"
+
+
+def _tokenized(pipeline: Pipeline) -> Mapping[str, TokenizedShardedSource]:
+    """Returns the sources that the pipeline tokenizes, by dataset.
+
+    Raises:
+        Skipped: There is none.
+    """
+    found = pipeline.tokenized()
+    if not found:
+        raise Skipped("no dataset is tokenized here: the rows hold tokens already")
+    return found

@@ -12,9 +12,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from easypipe.core.errors import ConfigError
 from easypipe.doctor.check import Check, Failed, Skipped
 from easypipe.doctor.data import Sample
-from easypipe.run import RunConfig, plan_on
+from easypipe.run import ROW_LENGTH, RunConfig, plan_on
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.plan.topology import Topology
 
@@ -41,7 +42,9 @@ def batches_lie_on_their_devices(run: RunConfig, sample: Sample) -> str:
         if array.sharding.device_set != set(mesh.devices.flat):
             raise Failed(f"{name} lies on {array.sharding.device_set}, the mesh is {mesh}")
         for shard in array.addressable_shards:
-            if not np.array_equal(shard.data, host[shard.index]):
+            # of float64 and int64 a device holds the 32 bits
+            own = host[shard.index].astype(jax.dtypes.canonicalize_dtype(host.dtype))
+            if not np.array_equal(shard.data, own):
                 raise Failed(f"{shard.device} holds other values of {name} than {shard.index}")
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     return f"{mesh.size} device{'s' * (mesh.size > 1)}{sizes and f': {sizes}'}"
@@ -52,7 +55,12 @@ def memory_headroom(run: RunConfig) -> str:
     devices = jax.devices()
     if jax.process_count() > 1:
         raise Skipped("devices of several processes: `easypipe plan --topology` tells")
-    plan = plan_on(run, Topology("this machine", devices))
+    try:
+        plan = plan_on(run, Topology("this machine", devices))
+    except ConfigError as error:
+        if error.at != ROW_LENGTH:
+            raise
+        raise Skipped(str(error)) from error
     taken, there = plan.memory.peak, (devices[0].memory_stats() or {}).get("bytes_limit")
     if devices[0].platform == "cpu":
         there = _free_memory() // len(devices)

@@ -290,6 +290,7 @@ def plan_step(
     there, started = topology(on) if isinstance(on, str) else on, time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
     of_data = {"epochs": None, "batch_size": None, "callbacks": CallbacksConfig(), "measure": ()}
+    of_data |= {"eval_every": None, "eval_batches": None}
     alone = dataclasses.replace(train, steps=train.steps or MANY_STEPS, **of_data)
     trainer = Engine(model, alone, Shapes(batch_size, accumulation_steps), mesh=mesh)
     require(
