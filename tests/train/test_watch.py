@@ -303,6 +303,30 @@ def test_a_run_goes_on_under_other_rules_only_where_they_are_named(tmp_path):
     assert [one["step"] for one in read_changes(tmp_path)] == [4, 8, 12]
 
 
+def test_a_batch_is_told_at_its_first_roll_back_and_callbacks_see_what_it_went_back_to(tmp_path):
+    seen = {}
+
+    class Looks(Callback):
+        def on_dispatch(self, event):
+            event.control.look()
+
+        def on_look(self, event):
+            seen[event.step] = np.asarray(event.model().table.embedding[...])
+
+    config = settings(tmp_path, steps=20, spikes=SPIKES)
+    loader = Shaken(odd_steps=(14, 15, 16, 17))
+    Trainer(Tiny, config, loader, callbacks=[Looks()], mesh=MESH).run()
+    lines = read_metrics(tmp_path / "rollbacks.jsonl")
+    assert [(one["step"], one["to"], one["batch_of_step"]) for one in lines] == [
+        *((15, 12, batch) for batch in (13, 14, 15)),
+        *((17, 12, batch) for batch in (16, 17)),
+    ]
+    assert [*seen] == [*range(1, 21)]
+    assert np.array_equal(seen[15], seen[12])
+    assert np.array_equal(seen[17], seen[12])
+    assert not np.array_equal(seen[16], seen[12])
+
+
 def test_a_run_that_spikes_for_ever_stops(tmp_path):
     loader = Shaken(odd_steps=range(9, 40))
     with pytest.raises(

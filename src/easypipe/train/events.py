@@ -89,7 +89,8 @@ class TrainEvent:
     - step: a line was written to metrics.jsonl; `record` is that line.
     - eval: some batches of a held-out loader were evaluated; `record` has name and batches.
     - evaluated: all were evaluated; `record` has the results by loader name.
-    - look: a callback asked for the model of this step, which was read and is finite.
+    - look: a callback asked for the model of this step, which was read; if the run rolled back at
+      it, that is the model of the checkpoint.
     - checkpoint: a save of this step began.
     - rollback: the state is that of step record["to"] again; the batches after it are skipped.
     - end: the last step is done and saved.

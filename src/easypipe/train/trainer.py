@@ -325,7 +325,7 @@ class _Run:
                 self._write(record)
             # Asked only now, because a callback may have ended the run at this step.
             if self.control.looking:
-                self._look(step, shown=not bad)
+                self._look(step)
                 self.meter.restart()
         # Read only now, because a callback may have asked during the evaluation.
         asked = self.control.reason is not None or self.control.saving
@@ -347,11 +347,10 @@ class _Run:
             self._look(self.step)
         self._commit(self.step)
 
-    def _look(self, step: int, *, shown: bool = True) -> None:
-        """Answers `Control.look`: callbacks see the model after `step`, if that is sound."""
+    def _look(self, step: int) -> None:
+        """Answers `Control.look`: callbacks see the model after `step`, and after its roll-back."""
         self.control.looking = False
-        if shown:
-            self.trainer.emit("look", step, state=self.state)
+        self.trainer.emit("look", step, state=self.state)
 
     def _read(self, step: int, measured: Metrics) -> tuple[Record, bool]:
         """Returns the record of `step` with the rates, and whether the run has to roll back."""
@@ -430,7 +429,9 @@ class _Run:
             step,
         )
         if self.trainer.writes:
-            for batch in range(good + 1, step + 1):
+            # A roll-back to the same checkpoint has skipped the batches up to its step already.
+            told = 0 if self.rollbacks.last is None else self.rollbacks.last["step"]
+            for batch in range(max(good, told) + 1, step + 1):
                 line = {"step": step, "to": good, "batch_of_step": batch}
                 self.rollbacks.append(line | _documents(self.trainer.train, batch - 1))
         self.state = self._load(good)
