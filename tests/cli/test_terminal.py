@@ -311,6 +311,7 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         lines = [json.dumps({"step": n, "loss": 2.5, "eval": one}) for n, one in seen]
         (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
         (folder / "run.yaml").write_text(yaml.safe_dump({"train": {"steps": 10}}))
+    (tmp_path / "runs/done/checkpoints/10").mkdir()
     (tmp_path / "runs/half/checkpoints/6").mkdir()  # saved when it was stopped, and not logged
     (tmp_path / "runs/half/checkpoints/²").mkdir()
     (tmp_path / "runs/odd/metrics.jsonl").write_text("nothing\nmore\n")
@@ -369,6 +370,31 @@ def test_a_run_that_a_callback_ended_for_good_is_listed_as_finished(
     assert main(["runs", str(tmp_path), "--json"]) == 0
     [one] = json.loads(capsys.readouterr().out)
     assert one["state"].startswith(f"damaged: {record}" if step == 4 else "not training")
+
+
+@pytest.mark.parametrize(
+    ("logged", "saved", "state"),
+    [
+        (12, {}, "finished"),
+        (11, {}, "finished"),  # its last line is torn
+        (11, {"unevaluated": {"step": 12}}, "stopped"),  # an evaluation is left
+        (12, None, "stopped"),  # its checkpoints are gone
+    ],
+)
+def test_a_run_is_finished_where_its_last_step_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logged: int, saved: Any, state: str
+) -> None:
+    record = tmp_path / "run" / "checkpoints" / "12" / "run" / "data.json"
+    record.parents[2].mkdir(parents=True)
+    if saved is not None:
+        record.parent.mkdir(parents=True)
+        record.write_text(json.dumps(saved))
+    lines = "".join(f'{{"step": {step}}}\n' for step in range(1, logged + 1))
+    (tmp_path / "run" / "metrics.jsonl").write_text(lines + '{"step"')
+    (tmp_path / "run" / "run.yaml").write_text("train: {steps: 12}\n")
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    [one] = json.loads(capsys.readouterr().out)
+    assert (one["state"], one["step"]) == (state, 12)
 
 
 def test_progress_without_a_terminal(

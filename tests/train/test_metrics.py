@@ -64,7 +64,9 @@ def test_a_last_line_that_was_being_written_is_no_line(tmp_path, torn):
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("line", [b"hello", b"[1]", b'{"loss": 1.0}'])
+@pytest.mark.parametrize(
+    "line", [b"hello", b"[1]", b'{"loss": 1.0}', b'{"step": 2, "loss": NaN}', b"\xff"]
+)
 def test_a_foreign_line_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b"\n")

@@ -79,7 +79,7 @@ def _run(folder: Path) -> Run:
     If it cannot be read, the reason is its state, and the other runs are still listed.
     """
     from easypipe.core.locks import try_hold
-    from easypipe.train.checkpoint.files import CHECKPOINTS, committed, ended
+    from easypipe.train.checkpoint.files import CHECKPOINTS, committed, ended, evaluated
     from easypipe.train.metrics.log import Record, each_record
     from easypipe.train.record import recorded_steps
 
@@ -91,11 +91,12 @@ def _run(folder: Path) -> Run:
         for last in each_record(metrics) if metrics.exists() else ():
             evals = last.get("eval") or evals
         steps = recorded_steps(folder)
-        step = max([last["step"], *committed(checkpoints)])
+        newest = max(committed(checkpoints), default=0)
+        step = max(last["step"], newest)
         if (held := try_hold(folder, exclusive=False)) is not None:
             held.close()
-        finished = steps is not None and last["step"] >= steps
-        finished = held is not None and (finished or ended(checkpoints / str(step)))
+        done = steps is not None and newest >= steps and evaluated(checkpoints / str(newest))
+        finished = held is not None and (done or ended(checkpoints / str(step)))
     except (EasypipeError, OSError) as error:
         return Run(str(folder), f"damaged: {error}", 0, None, None, {})
     if held is None:

@@ -50,9 +50,23 @@ def ended(checkpoint: Path) -> bool:
     Raises:
         StorageError: The record of the run in it cannot be read.
     """
+    return bool(_saved(checkpoint).get("ended"))
+
+
+def evaluated(checkpoint: Path) -> bool:
+    """Returns whether no evaluation is left to make of `checkpoint`.
+
+    Raises:
+        StorageError: The record of the run in it cannot be read.
+    """
+    return _saved(checkpoint).get("unevaluated") is None
+
+
+def _saved(checkpoint: Path) -> JsonObject:
+    """Returns the record of the run in `checkpoint`; {} if there is none."""
     record = checkpoint / RUN / _RECORD
     saved = storage.read_json(record) if record.exists() else None
-    return isinstance(saved, dict) and bool(cast("JsonObject", saved).get("ended"))
+    return cast("JsonObject", saved) if isinstance(saved, dict) else {}
 
 
 def check_path(folder: Path, at: str) -> None:

@@ -146,7 +146,7 @@ def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, i
             if not line.strip(b"\n"):
                 continue
             try:
-                record = json.loads(line)
+                record = _DECODER.decode(line.decode())
             except (ValueError, RecursionError):
                 record = None
             if _is_record(record):
@@ -157,6 +157,13 @@ def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, i
                     problem="not a metrics record",
                     fix="Move the file away and run again.",
                 )
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")  # a run writes null
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)  # NaN, Infinity and -Infinity
 
 
 def _is_record(value: JsonValue) -> TypeGuard[Record]:
