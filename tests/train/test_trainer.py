@@ -350,7 +350,7 @@ def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
         TrainError, match=r"step 5: the loss is not finite.* Lower train\.optimizer\.learning_rate"
     ):
         trainer(tmp_path, train=Arithmetic(bad=5), on_nonfinite="stop").run()
-    assert trainer(tmp_path).run().resumed_from == 4
+    assert trainer(tmp_path, resume_changes=("train.on_nonfinite",)).run().resumed_from == 4
 
 
 def test_lines_that_are_lost_before_a_resume_are_told(copied, caplog):
