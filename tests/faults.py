@@ -143,7 +143,7 @@ FAULTS = [
           "self.trainer.evaluate(step, self.state)\n                self.meter.restart()",
           "self.trainer.evaluate(step, self.state)"),
     fault("the time of a look counts into tokens per second", "train/trainer.py", "tests/train/test_meter.py -k time_of",
-          'self._look(step, shown=not bad)\n                self.meter.restart()', "self._look(step, shown=not bad)"),
+          'self._look(step)\n                self.meter.restart()', "self._look(step)"),
     fault("a checkpoint of another format is read", "train/checkpoint/checkpoint.py",
           "tests/train/test_watch.py -k another_format",
           'not isinstance(saved, dict) or saved.get("format") != FORMAT', "not isinstance(saved, dict)"),
@@ -1920,7 +1920,7 @@ FAULTS = [
           'int(row_numbers(batch, start)[row - before])', 'start + row - before'),
     # what a stranger found in training
     fault("a run that ended early is one that was stopped", "cli/runs.py", "tests/cli/test_terminal.py -k for_good",
-          "(finished or ended(checkpoints / str(step)))", "finished"),
+          "(done or ended(checkpoints / str(step)))", "done"),
     fault("a Trainer does not take the micro-batches of its data", "compat/trainer.py", "tests/train/test_loader_options.py -k of_its_data",
           "super().__init__(model, inputs.run.train, inputs.train", "super().__init__(model, config, inputs.train"),
     fault("muon takes the head of a module without labels", "train/state.py", "tests/train/test_optimizers.py -k every_head",

@@ -121,10 +121,10 @@ def test_rows_of_tokens_are_no_fault_and_are_not_called_tokenized(
     """JSON's numbers are float64, of which a device has float32; rows that are not packed have no
     length that a plan could take.
     """
-    row = {"input_ids": [5, 6, 7, 8], "loss_weights": [0.1, 0.2, 0.3, 0.7]}
+    row = {"input_ids": [5, 6, 7, 8], "scores": [0.1, 0.2, 0.3, 0.7]}
     Path("tokens.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
     values = json.loads(Path("train.yaml").read_text())
-    one = {"data_files": "tokens.jsonl", "aligned_columns": {"loss_weights": None}}
+    one = {"data_files": "tokens.jsonl", "aligned_columns": {"scores": None}}
     tokens = {"datasets": [one], "default_tokenizer": "tokenizer", "seed": 3}
     tokens |= {"load": {"batch_size": 4, "num_epochs": None}}
     run = from_dict(
