@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.formats import jsonlines, jsontypes, records
+from easypipe.sources.formats.forward import open_forward
 from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.formats.jsontypes import merge_json
 from easypipe.sources.schemas import JSON
@@ -167,6 +168,79 @@ def test_more_keys_than_can_be_columns(tmp_path: Path, monkeypatch: pytest.Monke
     source = JsonShardedSource(path, columns=["text", last])
     assert types_of(source) == {"text": pa.large_string(), last: pa.int64()}
     assert source.read(0, len(rows) - 1, len(rows)).to_pylist()[0][last] == jsontypes.MAX_KEYS + 4
+
+
+def test_objects_whose_rows_have_keys_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond a limit the column is JSON: 20,000 rows of 924 KB took 4.9 GB, a cell for each key in
+    each row.
+    """
+    cells: list[int] = []
+    read = jsontypes.pj.read_json
+
+    def counted(*args: object, **options: object) -> pa.Table:
+        table = read(*args, **options)
+        cells.append(sum(1 + kind.num_fields for kind in table.schema.types))
+        return table
+
+    monkeypatch.setattr(jsontypes.pj, "read_json", counted)
+    most = jsontypes.MAX_INNER
+
+    def rows_of(count: int) -> list[dict]:
+        return [
+            {
+                "text": "t",
+                "meta": {f"k{i}": i, "at": "2020-01-01"},
+                "calls": [{"name": "f", "arguments": {f"x{i // 2}": {f"y{i % 2}": [i]}}}],
+                "role": {"a": 1} if i else {"b": "x"},
+            }
+            for i in range(count)
+        ]
+
+    role = pa.struct([("b", pa.large_string()), ("a", pa.int64())])
+    path = lines_of(tmp_path, [*rows_of(most), {}])  # "at" is one key more
+    source = JsonShardedSource(path)
+    assert types_of(source)["meta"] == JSON
+    assert types_of(source)["calls"] == JSON
+    assert types_of(source)["role"] == role
+    assert json.loads(source.read(0, 9, 10).column("meta")[0].as_py()) == {
+        "k9": 9,
+        "at": "2020-01-01",
+    }
+    assert_stateless_reads(source, [1, most - 1])
+    forward = open_forward(path)
+    assert forward is not None
+    assert forward.schema.field("meta").type == JSON
+    assert forward.schema.field("role").type == role
+    monkeypatch.setattr(records, "BATCH_RECORDS", 40)  # many blocks: the file's keys count
+    assert types_of(JsonShardedSource(path)) == types_of(source)
+    assert max(cells) <= most + 10
+    kind = types_of(JsonShardedSource(lines_of(tmp_path, rows_of(most - 1), "b.jsonl")))["meta"]
+    assert kind.num_fields == most
+    # columns that are not read are no cells either
+    monkeypatch.setattr(records, "BATCH_RECORDS", 1 << 14)
+    keys = [{f"k{i}": i, "role": {"a": 1}, f"o{i}": {f"z{i}": 1}} for i in range(most)]
+    path = lines_of(tmp_path, keys, "c.jsonl")
+    cells.clear()
+    assert types_of(JsonShardedSource(path, columns=["role"])) == {
+        "role": pa.struct([("a", pa.int64())])
+    }
+    assert max(cells) == 2
+
+
+@pytest.mark.parametrize(("opening", "closing"), ["[]", ('{"a": ', "}")])
+def test_more_levels_than_arrow_writes(tmp_path: Path, opening: str, closing: str) -> None:
+    """They are JSON: from 125 on, the schema was an `Invalid flatbuffers message`."""
+    for levels in (60, 61, 130, 199):
+        value = opening * levels + "1" + closing * levels
+        path = lines_of(tmp_path, [f'{{"text": "t", "m": {value}, "n": [1]}}', {"text": "u"}])
+        source = JsonShardedSource(path)
+        assert (types_of(source)["m"] == JSON) == (levels > 60)
+        assert types_of(source)["n"] == pa.large_list(pa.int64())
+        assert source.read(0, 0, 2).column("text").to_pylist() == ["t", "u"]
+        read = source.read(0, 0, 1).column("m")[0].as_py()
+        assert (json.loads(read) if levels > 60 else read) == json.loads(value)
 
 
 def test_thousands_of_values_of_another_kind_are_told_apart_quickly(

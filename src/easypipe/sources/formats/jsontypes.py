@@ -4,7 +4,7 @@ Null gives way to any type. Numbers are int64, or float64 if one of them is not 
 of several kinds has the type of lists or objects if these came first. Otherwise it has that of
 strings if there are any, or that of the kind that came first. Rows of another kind are bad rows. If
 no type holds all numbers of a column exactly, or the contents of its lists or objects have no
-common type, the column is kept as JSON.
+common type, more than MAX_INNER keys or more than MAX_LEVELS levels, the column is kept as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from easypipe.sources.formats.scanners import (
     BLANK,
     GOOD,
     ODD,
-    gather,
     skip_nested,
     skip_space,
     skip_string,
@@ -49,6 +48,11 @@ NESTED = OBJECT | ARRAY
 MAX_KEYS = 4096
 KEY_BYTES = 1 << 20
 TABLE = 4 * MAX_KEYS
+# Of the objects in one column, each key at each place counted once. An Arrow type gives every row
+# a cell for every key, so rows with keys of their own would take their square in memory.
+MAX_INNER = 512
+MAX_LEVELS = 60  # of lists and objects in a column; Arrow IPC writes up to 63
+INNER_TABLE = 128 * 2 * MAX_INNER  # of all columns of a file together half as many keys
 
 _QUOTE = 34
 _LARGE = re.compile(rb"[\[,:\s]-?(\d{20}|9[2-9]\d{17})")  # integers that int64 may not hold
@@ -85,6 +89,35 @@ def new_keys() -> Keys:
         np.zeros(KEY_BYTES, np.uint8),
         np.zeros(MAX_KEYS, np.uint8),
         np.zeros(MAX_KEYS, np.uint8),
+    )
+
+
+class Inner(NamedTuple):
+    """The keys inside the objects of columns, counted by gather_members.
+
+    Attributes:
+        counts: Int32[MAX_KEYS], how many keys each column has; above MAX_INNER it is kept as JSON.
+        table: A hash set of hashes of keys and of the places of their objects; 0 is free.
+        size: Int64[1], how many hashes are in `table`.
+        bases: UInt64[MAX_LEVELS + 1], the places of the open brackets.
+        places: The same of the values in them.
+    """
+
+    counts: Int32
+    table: UInt64
+    size: Int64
+    bases: UInt64
+    places: UInt64
+
+
+def new_inner() -> Inner:
+    """Returns an Inner without any key."""
+    return Inner(
+        np.zeros(MAX_KEYS, np.int32),
+        np.zeros(INNER_TABLE, np.uint64),
+        np.zeros(1, np.int64),
+        np.zeros(MAX_LEVELS + 1, np.uint64),
+        np.zeros(MAX_LEVELS + 1, np.uint64),
     )
 
 
@@ -143,6 +176,118 @@ def observe_keys(data: UInt8, starts: Int64, ends: Int64, flags: UInt8, keys: Ke
                 keys.kinds[line_keys[k]] |= line_kinds[k]
                 if keys.first[line_keys[k]] <= NULL:
                     keys.first[line_keys[k]] = line_kinds[k]
+
+
+@jit
+def gather_members(
+    data: UInt8,
+    starts: Int64,
+    ends: Int64,
+    flags: UInt8,
+    keys: Keys,
+    inner: Inner,
+    left: UInt8,
+    out: UInt8,
+) -> int:
+    """Copies the members of GOOD records to `out`, an object a line, and counts the keys in them.
+
+    Args:
+        data: The bytes of the file.
+        starts: Where the records begin.
+        ends: Where they end.
+        flags: Those that observe_keys set.
+        keys: The Keys that it filled.
+        inner: Counts by column, which grow. Members of a column that has too many are left out.
+        left: UInt8[MAX_KEYS], 1 for other columns that are left out.
+        out: UInt8 with room for the records and their line breaks.
+
+    Returns:
+        How many bytes were written.
+    """
+    words = data[: len(data) // 8 * 8].view(np.uint64)
+    at = 0
+    for r in range(len(starts)):
+        if flags[r] != GOOD:
+            continue
+        end, guess, opened = ends[r], 0, at
+        i = skip_space(data, skip_space(data, starts[r], end) + 1, end)
+        out[at] = 123
+        at += 1
+        while data[i] == _QUOTE:
+            begin = i
+            i = skip_string(data, words, begin + 1, end)
+            slot = _slot(data, begin + 1, i - 1, guess, keys)
+            guess = slot + 1
+            value = skip_space(data, skip_space(data, i, end) + 1, end)
+            kind, i = _value(data, words, value, end)
+            if slot >= 0 and kind & NESTED:
+                _count_inner(data, words, value, i, slot, inner)
+            if slot >= 0 and not left[slot] and inner.counts[slot] <= MAX_INNER:
+                if at > opened + 1:
+                    out[at] = 44
+                    at += 1
+                for k in range(begin, i):
+                    out[at] = 32 if data[k] == 10 or data[k] == 13 else data[k]
+                    at += 1
+            i = skip_space(data, i, end)
+            if data[i] == 44:
+                i = skip_space(data, i + 1, end)
+        out[at] = 125
+        out[at + 1] = 10
+        at += 2
+    return at
+
+
+@jit
+def _count_inner(data: UInt8, words: UInt64, i: int, end: int, slot: int, inner: Inner) -> None:
+    """Adds the keys of the objects in the value `data[i:end]` to those of its column.
+
+    All items of a list have one place. A value of too many levels counts as too many keys.
+    """
+    depth, bases, places = 0, inner.bases, inner.places
+    places[0] = np.uint64(slot + 1) * np.uint64(0x9E3779B97F4A7C15)
+    while i < end and inner.counts[slot] <= MAX_INNER:
+        c = data[i]
+        if c == _QUOTE:
+            key = i + 1
+            i = skip_string(data, words, key, end)
+            behind = skip_space(data, i, end)
+            if behind < end and data[behind] == 58:  # :
+                places[depth] = _added(data, key, i - 1, bases[depth], slot, inner)
+                i = behind + 1
+            continue
+        if c == 123 or c == 91:
+            depth += 1
+            if depth > MAX_LEVELS:
+                inner.counts[slot] = MAX_INNER + 1
+                break
+            bases[depth] = places[depth] = places[depth - 1]
+        elif c == 125 or c == 93:
+            depth -= 1
+        i += 1
+
+
+@jit
+def _added(
+    data: UInt8, key: int, key_end: int, base: np.uint64, slot: int, inner: Inner
+) -> np.uint64:
+    """Returns the hash of a key in the object at `base`, after adding it if it is new."""
+    mixed = (base ^ np.uint64(255)) * np.uint64(1099511628211)
+    for i in range(key, key_end):
+        mixed = (mixed ^ np.uint64(data[i])) * np.uint64(1099511628211)
+    mixed |= np.uint64(1)  # 0 is free
+    place = np.int64(mixed >> np.uint64(32)) % INNER_TABLE
+    while inner.table[place]:
+        if inner.table[place] == mixed:
+            return mixed
+        place = (place + 1) % INNER_TABLE
+    if inner.size[0] >= INNER_TABLE // 2:
+        inner.counts[slot] = MAX_INNER + 1
+        return mixed
+    inner.table[place] = mixed
+    inner.size[0] += 1
+    inner.counts[slot] += 1
+    return mixed
 
 
 @jit
@@ -258,7 +403,7 @@ class Observer:
     def __init__(self, path: str, columns: tuple[str, ...] | None) -> None:
         self._path = path
         self._columns = columns
-        self._keys = new_keys()
+        self._keys, self._inner = new_keys(), new_inner()
         # added first, so that they are found even if a file has more keys than the table holds
         if columns is not None:
             for name in columns:
@@ -272,19 +417,32 @@ class Observer:
     def __call__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         """Adds the types of some records: record i is `data[starts[i]:ends[i]]`."""
         flags = self._observe(data, starts, ends)
-        kinds = self._keys.kinds[: self._keys.counts[0]]
-        if (kinds & NESTED).any():
-            nested = [name for name, every, _ in self._columns_seen() if every & NESTED]
-            wanted = [name for name in nested if self._columns is None or name in self._columns]
-            if wanted:
-                size = int((ends - starts).sum()) + len(starts)
-                out = np.empty(size, np.uint8)
-                size = gather(data, starts, ends, flags, out)
-                for name, kind in nested_types(out[:size].tobytes(), wanted).items():
-                    if not pa.types.is_nested(kind) and not is_json(kind):
-                        continue  # here the column holds another kind than elsewhere in the file
-                    before = self._nested.get(name)
-                    self._nested[name] = kind if before is None else merge_json(before, kind)
+        if not (self._keys.kinds[: self._keys.counts[0]] & NESTED).any():
+            return
+        names, wide = self._names(), self._inner.counts > MAX_INNER
+        known = {names[slot] for slot in np.flatnonzero(wide).tolist()}
+        nested = [name for name, every, _ in self._columns_seen() if every & NESTED]
+        wanted = [
+            name
+            for name in nested
+            if name not in known and (self._columns is None or name in self._columns)
+        ]
+        if not wanted:
+            return
+        left = np.zeros(MAX_KEYS, np.uint8)
+        if len(names) > MAX_INNER:  # the other columns are as many cells
+            left[: len(names)] = [name not in wanted for name in names]
+        out = np.empty(int((ends - starts).sum()) + len(starts), np.uint8)
+        size = gather_members(data, starts, ends, flags, self._keys, self._inner, left, out)
+        found = nested_types(out[:size].tobytes(), wanted)
+        for slot in np.flatnonzero(self._inner.counts > MAX_INNER).tolist():
+            if names[slot] in wanted:
+                found[str(names[slot])] = JSON
+        for name, kind in found.items():
+            if not pa.types.is_nested(kind) and not is_json(kind):
+                continue  # here the column holds another kind than elsewhere in the file
+            before = self._nested.get(name)
+            self._nested[name] = kind if before is None else merge_json(before, kind)
 
     def facts(self) -> JsonObject:
         """Returns the types that were found, as JSON.
@@ -318,21 +476,30 @@ class Observer:
         Keys that differ only in their escapes are one column.
         """
         found: dict[str, tuple[int, int]] = {}
+        for slot, name in enumerate(self._names()):
+            every, first = int(self._keys.kinds[slot]), int(self._keys.first[slot])
+            if name is None or not every:
+                continue
+            before = found.get(name, (0, 0))
+            found[name] = (before[0] | every, before[1] if before[1] > NULL else first)
+        return [(name, every, first) for name, (every, first) in found.items()]
+
+    def _names(self) -> list[str | None]:
+        """Returns the column of every key; None for a key that is not text.
+
+        It has bad escapes or bytes that are not UTF-8: reading rejects the rows that hold it.
+        """
+        names: list[str | None] = []
         keys = self._keys
         for slot in range(int(keys.counts[0])):
             raw = keys.text[keys.spans[slot] : keys.spans[slot + 1]].tobytes()
             try:
                 name = json.loads(b'"' + raw + b'"')
                 name.encode()
-            # bad escapes or bytes that are not UTF-8: reading rejects the rows that hold it
+                names.append(name)
             except ValueError:
-                continue
-            every, first = int(keys.kinds[slot]), int(keys.first[slot])
-            if not every:
-                continue
-            before = found.get(name, (0, 0))
-            found[name] = (before[0] | every, before[1] if before[1] > NULL else first)
-        return [(name, every, first) for name, (every, first) in found.items()]
+                names.append(None)
+        return names
 
 
 def schema_of(facts: JsonObject, exact: Sequence[str] = (), *, known: bool = True) -> pa.Schema:
