@@ -20,6 +20,7 @@ import zstandard
 
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.sources.formats import csv
 from easypipe.sources.formats.csv import CsvShardedSource
 from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.formats.parquet import ParquetShardedSource
@@ -472,6 +473,33 @@ def test_csv_wrong_number_of_fields(tmp_path: Path) -> None:
         {"text": "two\nlines", "n": "1", ROW_NUMBER: 0},
         {"text": "d", "n": "5", ROW_NUMBER: 4},
     ]
+
+
+def test_csv_wrong_number_of_fields_in_bytes_that_are_not_utf8(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reasons are by row, no traceback is printed, and the good records are not read one by one."""
+    blocks: list[int] = []
+    read = csv.pc.read_csv
+    monkeypatch.setattr(csv.pc, "read_csv", lambda *a, **k: (blocks.append(1), read(*a, **k))[1])
+    good = [f"{i},text {i}" for i in range(3000)]
+    rows = [*good, "5,caf\xe9,extra", *good, "caf\xe9", "6,caf\xe9", "7,\u00c3\u00a9", "8,a,b"]
+    path = put(tmp_path / "a.csv", "\n".join(["id,text", *rows]).encode("latin-1"))
+    found = open_files(path, on_error="skip").scan(0, 0, len(rows))
+    assert [(r.row, r.reason, r.detail) for r in found.rejects] == [
+        (3000, "wrong_fields", "3 fields, the header has 2"),
+        (6001, "wrong_fields", "1 fields, the header has 2"),
+        (6002, "invalid_utf8", "column 'text' is not UTF-8"),
+        (6004, "wrong_fields", "3 fields, the header has 2"),
+    ]
+    assert found.batch.column("text").to_pylist()[-2:] == ["text 2999", "\u00e9"]
+    assert found.batch.num_rows == 6001
+    assert len(blocks) == 2
+    only = put(tmp_path / "b.csv", b"id,text\n\xe9\n")
+    assert [r.reason for r in open_files(only, on_error="skip").scan(0, 0, 1).rejects] == [
+        "wrong_fields"
+    ]
+    assert "UnicodeDecodeError" not in capfd.readouterr().err
 
 
 def test_csv_open_quote(tmp_path: Path) -> None:

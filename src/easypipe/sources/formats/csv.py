@@ -16,6 +16,8 @@ import pyarrow.csv as pc
 
 from easypipe.core.errors import SourceError, raising
 from easypipe.core.protocols import Reject, by_row, left_out
+from easypipe.core.schema import offsets_of
+from easypipe.core.text import not_utf8
 from easypipe.sources.base import Rows
 from easypipe.sources.formats.records import (
     BOM,
@@ -29,8 +31,11 @@ from easypipe.sources.formats.records import (
 from easypipe.sources.formats.scanners import split_csv
 from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.refs import COMPRESSIONS, FileRef, plain_name
+from easypipe.sources.schemas import text_array
 
 HEADER_BYTES = 1 << 20  # the header must end within this many first bytes
+
+_AS_ASCII = bytes(range(128)) + b"x" * 128
 
 
 class CsvShardedSource(RecordSource):
@@ -69,17 +74,21 @@ def _parse(header: list[str], delimiter: str, piece: Records, fields: pa.Schema)
     filled = piece.ends > piece.starts
     rejects = list(left_out(np.flatnonzero(~filled) + piece.row, "blank_line", "a blank line"))
     rows = np.flatnonzero(filled)
-    table, bad = block(piece, rows)
-    if table is None:  # pyarrow splits a record differently from the scanner: each is read alone
-        tables, bad = [], []
-        for i in range(len(rows)):
-            alone, wrong = block(piece, rows[i : i + 1])
-            if alone is None:
-                wrong = [(0, "its quotes do not close")]
-            else:
-                tables.append(alone)
-            bad += [(i, why) for _, why in wrong]
-        table = pa.concat_tables(tables) if tables else fields.empty_table()
+    tables: list[pa.Table] = []
+    bad: list[tuple[int, str]] = []
+    pending = [(0, len(rows))]
+    while pending:
+        first, last = pending.pop()
+        table, wrong = block(piece, rows[first:last])
+        if table is not None:
+            tables.append(table)
+        elif last - first == 1:
+            wrong = [(0, "its quotes do not close")]
+        else:  # pyarrow splits a record differently from the scanner
+            middle = (first + last) // 2
+            pending += [(middle, last), (first, middle)]  # the first half is looked at first
+        bad += [(first + i, why) for i, why in wrong]
+    table = pa.concat_tables(tables) if tables else fields.empty_table()
     rejects += [
         Reject(row=piece.row + int(rows[i]), reason="wrong_fields", detail=why) for i, why in bad
     ]
@@ -101,6 +110,34 @@ def _block(
         piece: Records of the file.
         rows: Int64[n], the numbers of the records within `piece`.
     """
+    if not len(rows):
+        return pa.schema([(name, pa.large_string()) for name in names]).empty_table(), []
+    read = partial(_read, header, delimiter, names)
+    text, bad = _text(piece, rows), []
+    # The reader does not tell of a wrong row that is not UTF-8. As ASCII it has the same fields.
+    if not_utf8(text_array(offsets_of([len(text)]), text)):
+        table, bad = read(text.translate(_AS_ASCII), len(rows))
+        if table is None or len(bad) == len(rows):
+            return table, bad
+        if bad:
+            rows = np.delete(rows, [i for i, _ in bad])
+            text = _text(piece, rows)
+    table, others = read(text, len(rows))
+    return table, bad or others
+
+
+def _text(piece: Records, rows: np.ndarray) -> bytes:
+    """Returns some records of `piece` with line breaks between them."""
+    first, last = rows[0], rows[-1]
+    if len(rows) == last - first + 1:
+        return piece.data[piece.starts[first] : piece.ends[last]].tobytes()
+    return b"\n".join([piece.record(int(i)) for i in rows])
+
+
+def _read(
+    header: list[str], delimiter: str, names: list[str], text: bytes, count: int
+) -> tuple[pa.Table | None, list[tuple[int, str]]]:
+    """Returns what `_block` returns, of the text of `count` records."""
     bad: list[tuple[int, str]] = []
 
     def refuse(row: pc.InvalidRow) -> str:
@@ -112,13 +149,6 @@ def _block(
         )
         return "skip"
 
-    if not len(rows):
-        return pa.schema([(name, pa.large_string()) for name in names]).empty_table(), []
-    first, last = rows[0], rows[-1]
-    if len(rows) == last - first + 1:
-        text = piece.data[piece.starts[first] : piece.ends[last]].tobytes()
-    else:
-        text = b"\n".join([piece.record(int(i)) for i in rows])
     # The reader drops a byte order mark: one is put in front, because a field may begin with one.
     text = BOM + text + b"\n"
     read = pc.ReadOptions(use_threads=False, block_size=len(text) + 64, column_names=header)
@@ -138,7 +168,7 @@ def _block(
         )
     except pa.ArrowInvalid:
         return None, []
-    return (table, bad) if table.num_rows + len(bad) == len(rows) else (None, [])
+    return (table, bad) if table.num_rows + len(bad) == count else (None, [])
 
 
 def _header(
