@@ -456,6 +456,56 @@ def test_broken_arrays(tmp_path: Path, content: str, message: str) -> None:
 # CSV and text
 
 
+def test_json_keys_that_are_not_utf8(tmp_path: Path) -> None:
+    """They end nothing: a row is bad if a column that is read has one; pyarrow drops the key."""
+    rows = [
+        b'{"text": "a", "m": {"a": 1}, "n": [{"b": "x"}]}',
+        b'{"text": "b", "m": {"pr\xe9nom": 1}}',
+        b'{"text": "c", "m": {"\\ud800": {}}}',
+        b'{"text": "d", "m": {"a": 1}, "n": [{"b": "x", "\xe9": {}}]}',
+        b'{"text": "e", "pr\xe9nom": [1]}',
+    ]
+    path = put(tmp_path / "a.jsonl", b"\n".join(rows))
+    source = JsonShardedSource(path, on_error="skip")
+    assert source.schema.field("m").type == pa.struct([("a", pa.int64())])
+    found = source.scan(0, 0, 5)
+    assert [(r.row, r.reason) for r in found.rejects] == [
+        (1, "invalid_utf8"),
+        (2, "unparsable"),
+        (3, "invalid_utf8"),
+    ]
+    assert found.rejects[0].detail == "not UTF-8 at byte 23 of the line"
+    assert found.batch.column("text").to_pylist() == ["a", "e"]
+    found = JsonShardedSource(path, on_error="skip", columns=["text", "m"]).scan(0, 0, 5)
+    assert [r.row for r in found.rejects] == [1, 2]
+    assert found.batch.column("m").to_pylist() == [{"a": 1}, {"a": 1}, None]
+    only = put(tmp_path / "b.jsonl", rows[1])
+    assert [r.reason for r in open_files(only, on_error="skip").scan(0, 0, 1).rejects] == [
+        "invalid_utf8"
+    ]
+
+
+@pytest.mark.parametrize("name", [b"number", b"inside"])
+def test_arrow_names_that_are_not_utf8(tmp_path: Path, name: bytes) -> None:
+    match_of = {
+        b"number": r"a\.arrow: damaged Arrow data: 'utf-8' codec",
+        b"inside": r"a\.arrow: the name of a column or field: 'utf-8' codec.*names in UTF-8",
+    }
+    rows = pa.table({"text": ["a"], "number": [1], "m": [{"inside": 1}]})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, rows.schema) as writer:
+        writer.write(rows)
+    damaged = sink.getvalue().to_pybytes().replace(name, b"\xe9" + name[1:])
+    path = put(tmp_path / "a.arrow", damaged)
+    with pytest.raises(SourceError, match=match_of[name]):
+        open_files(path).schema  # noqa: B018
+    pq.write_table(rows, tmp_path / "a.parquet", store_schema=False)
+    damaged = (tmp_path / "a.parquet").read_bytes().replace(name, b"\xe9" + name[1:])
+    path = put(tmp_path / "b.parquet", damaged)
+    with pytest.raises(SourceError, match="damaged parquet: 'utf-8' codec"):
+        open_files(path).schema  # noqa: B018
+
+
 def test_csv_wrong_number_of_fields(tmp_path: Path) -> None:
     path = put(tmp_path / "a.csv", 'text,n\n"two\nlines",1\nb\n\nc,3,4\nd,5\n')
     refused(

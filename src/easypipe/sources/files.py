@@ -232,7 +232,8 @@ def library_errors(at: str, what: str) -> Generator[None, None, None]:
     """Turns errors of the library that reads a file into SourceErrors, for the block."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    # UnicodeDecodeError: a name within the file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError(

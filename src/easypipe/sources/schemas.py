@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from easypipe.core.class_names import classes_of, with_classes
-from easypipe.core.errors import SchemaError
+from easypipe.core.errors import SchemaError, raising
 from easypipe.core.schema import (
     JSON,
     ROW_NUMBER,
@@ -51,23 +51,27 @@ def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
     not of this one.
 
     Raises:
-        SchemaError: Two columns have the same name.
+        SchemaError: Two columns have the same name, or a name is not UTF-8.
     """
     seen: set[str] = set()
-    for name in schema.names:
+    fix = "Write the file again with names in UTF-8."
+    with raising(SchemaError, at, "the name of a column or field", fix, UnicodeDecodeError):
+        names = schema.names
+        types = list(map(plain_type, schema.types))
+    for name in names:
         if name in seen:
             raise SchemaError(
                 at=at,
                 problem=f"column {name!r} appears twice",
-                have=schema.names,
+                have=names,
                 fix="Rename one of them.",
             )
         seen.add(name)
     plain = pa.schema(
         [
-            pa.field(field.name, plain_type(field.type))
-            for field in schema
-            if field.name != ROW_NUMBER
+            pa.field(name, kind)
+            for name, kind in zip(names, types, strict=True)
+            if name != ROW_NUMBER
         ]
     )
     return with_classes(plain, schema)

@@ -8,6 +8,7 @@ never on its neighbours.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -21,6 +22,7 @@ import pyarrow.json as pj
 
 from easypipe.core.protocols import Reject, by_row, left_out
 from easypipe.core.schema import is_json, is_list, offsets_of
+from easypipe.core.text import not_utf8
 from easypipe.core.values import Record
 from easypipe.sources.base import Rows
 from easypipe.sources.formats.jsontypes import Observer, schema_of
@@ -34,7 +36,7 @@ from easypipe.sources.formats.scanners import (
     split_lines,
 )
 from easypipe.sources.refs import FileRef
-from easypipe.sources.schemas import json_array, json_text
+from easypipe.sources.schemas import json_array, json_text, text_array
 
 FEW = 64  # a refused block of at most this many lines is checked line by line
 KIND_NAMES = {
@@ -105,7 +107,8 @@ def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> Rows:
         gather(piece.data, piece.starts, piece.ends, flags, text)
         borders = offsets_of((piece.ends - piece.starts + 1)[good])
     typed = pa.schema([field for field in fields if not is_json(field.type)])
-    table, bad = _Lines(memoryview(text.data), borders, _parse_schema(typed)).parse(0, len(good))
+    lines = _Lines(memoryview(text.data), borders, _parse_schema(typed))
+    table, bad = lines.parse(len(good))
     if len(typed) < len(fields):
         table, bad = _with_json(table, bad, [piece.record(int(i)) for i in good], fields)
     rejects = [
@@ -172,11 +175,12 @@ class _Lines:
     borders: np.ndarray
     schema: pa.Schema
 
-    def parse(self, first: int, last: int) -> tuple[pa.Table, list[tuple[int, str]]]:
+    def parse(self, count: int) -> tuple[pa.Table, list[tuple[int, str]]]:
         """Returns the rows of the lines that can be parsed, and (line, why) of the other lines."""
         tables: list[pa.Table] = []
-        bad: list[tuple[int, str]] = []
-        pending = [(first, last)]
+        odd = [] if not any(map(pa.types.is_nested, self.schema.types)) else self._odd_keys()
+        bad = [(i, "a key is not UTF-8") for i in odd]
+        pending = _between(odd, 0, count)
         while pending:
             a, b = pending.pop()
             if a == b:
@@ -188,12 +192,22 @@ class _Lines:
                 bad.append((a, result))
             elif b - a <= FEW and (wrong := [i for i in range(a, b) if self._is_wrong(i)]):
                 bad += [(i, result) for i in wrong]  # faster than halving down to each
-                edges = [a, *(edge for i in wrong for edge in (i, i + 1)), b]
-                pending += list(zip(edges[::2], edges[1::2], strict=True))[::-1]
+                pending += _between(wrong, a, b)
             else:
                 middle = (a + b) // 2
                 pending += [(middle, b), (a, middle)]  # the first half is looked at first
         return pa.concat_tables(tables) if tables else self.schema.empty_table(), bad
+
+    def _odd_keys(self) -> list[int]:
+        """Returns the lines with keys that are not UTF-8 in these columns; pyarrow drops them."""
+        found = []
+        for line in sorted(not_utf8(text_array(self.borders, self.text))):
+            with contextlib.suppress(ValueError, RecursionError, AttributeError):  # as in _is_wrong
+                text = bytes(self.text[int(self.borders[line]) : int(self.borders[line + 1])])
+                row = json.loads(text.decode(errors="surrogateescape"))
+                if any(_has_odd_key(row.get(name)) for name in self.schema.names):
+                    found.append(line)
+        return found
 
     def _is_wrong(self, line: int) -> bool:
         """Returns whether a value has another kind than its column, which pyarrow refuses."""
@@ -221,6 +235,20 @@ class _Lines:
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             return str(error)
         return table if table.num_rows == b - a else f"{table.num_rows} rows instead of {b - a}"
+
+
+def _between(lines: list[int], first: int, last: int) -> list[tuple[int, int]]:
+    """Returns the ranges between these lines, the last of them first."""
+    edges = [first, *(edge for i in lines for edge in (i, i + 1)), last]
+    return list(zip(edges[::2], edges[1::2], strict=True))[::-1]
+
+
+def _has_odd_key(value: object) -> bool:
+    """Returns whether a key inside a value has bytes that "surrogateescape" stands for."""
+    if isinstance(value, dict):
+        odd = any("\udc80" <= c <= "\udcff" for key in value for c in key)
+        return odd or any(map(_has_odd_key, value.values()))
+    return isinstance(value, list) and any(map(_has_odd_key, value))
 
 
 def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Reject:

@@ -536,13 +536,15 @@ def nested_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
     try:
         options = pj.ReadOptions(use_threads=False, block_size=len(lines) + 64)
         table = pj.read_json(pa.BufferReader(lines), read_options=options)
-    except pa.ArrowInvalid:
+        columns = table.schema.names
+        found = {name: table.schema.field(name).type for name in names if name in columns}
+        plain = {name: _without_times(kind) for name, kind in found.items()}
+    except (pa.ArrowInvalid, UnicodeDecodeError):  # the latter: a key is not UTF-8
         return _slow_types(lines, names)
-    found = {name: table.schema.field(name).type for name in names if name in table.schema.names}
     # pyarrow makes a float64 of an integer that int64 does not hold
     if any(holds(kind, pa.types.is_floating) for kind in found.values()) and _LARGE.search(lines):
         return _slow_types(lines, names)
-    return {name: _without_times(kind) for name, kind in found.items()}
+    return plain
 
 
 def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
@@ -555,6 +557,8 @@ def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
                     kind = _type_of(row[name])
                 except TypeConflict:
                     kind = JSON
+                except UnicodeEncodeError:  # a key is half of a surrogate pair: a bad row
+                    continue
                 found[name] = merge_json(found[name], kind) if name in found else kind
     return found
 
