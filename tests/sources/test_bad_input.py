@@ -26,6 +26,7 @@ from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.formats.parquet import ParquetShardedSource
 from easypipe.sources.formats.txt import TextShardedSource
 from easypipe.sources.open import open_files
+from easypipe.stages.tokenize.text_rows import require_text
 
 TABLE = pa.table({"text": ["some text"] * 2000, "n": range(2000)})
 
@@ -550,6 +551,19 @@ def test_csv_wrong_number_of_fields_in_bytes_that_are_not_utf8(
         "wrong_fields"
     ]
     assert "UnicodeDecodeError" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("code", ["utf-32", "utf-32-be"])
+def test_utf_32_is_told(tmp_path: Path, code: str) -> None:
+    mark = "\ufeff" if code == "utf-32-be" else ""
+    path = put(tmp_path / "a.jsonl", (mark + '{"text": "a"}').encode(code))
+    refused(path, "{path}: is UTF-32. Convert it to UTF-8.")
+
+
+def test_csv_with_semicolons_is_told(tmp_path: Path) -> None:
+    source = open_files(put(tmp_path / "a.csv", "text;url\na;b\n"))
+    with pytest.raises(SourceError, match=r"with commas, or as \.tsv with tabs: it seems to have"):
+        require_text(source, "text", "d")
 
 
 def test_csv_open_quote(tmp_path: Path) -> None:

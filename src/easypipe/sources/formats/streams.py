@@ -80,6 +80,8 @@ def check_compression(file: FileRef, first: bytes) -> None:
         raise file.error(
             f"not text: it begins with {head!r}", "Give the format by type=, or rename the file."
         )
+    if head in (b"\xff\xfe\0\0", b"\0\0\xfe\xff"):
+        raise file.error("is UTF-32", "Convert it to UTF-8.")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise file.error("is UTF-16", "Convert it to UTF-8.")
     begin = first[:16]  # zeros further on may be a hole after text

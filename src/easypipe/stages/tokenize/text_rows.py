@@ -138,6 +138,9 @@ def require_text(source: ShardedSource, content_field: str, dataset: str) -> Non
         extract = f'pipeline.transform(Extract({{"text": "{content_field}"}}))'
         fix = f'Take it out of its column first, {extract}, and set content_field to "text".'
         raise SourceError(at=at, problem="no such column", have=columns, fix=fix)
+    if any(content_field in name.split(";") for name in columns if content_field != name):
+        fix = "Write the CSV file with commas, or as .tsv with tabs: it seems to have semicolons."
+        raise SourceError(at=at, problem="no such column", have=columns, fix=fix)
     fix = "Set content_field to the column that holds the text."
     require_known(content_field, columns, at, "no such column", fix, SourceError)
     kind = schema.field(content_field).type
