@@ -463,6 +463,9 @@ def _local(path: str) -> FileRef:
 WHOLE_BYTES = 64 << 20  # the largest file that is read from a server without ranges
 
 
+_Listing = Callable[[AbstractFileSystem, str, float], dict[str, Json]]
+
+
 def resolve_remote(
     text: str, storage_options: StorageOptions, kinds: tuple[str, ...]
 ) -> list[FileRef]:
@@ -492,19 +495,16 @@ def resolve_remote(
         named = replace(here, path=remote.public_url(url), url=url)
         return _sized(named, info.get("size"), _identity(info))
 
-    def listed(
-        method: Callable[[AbstractFileSystem, str, float], dict[str, Json]],
-    ) -> dict[str, Json]:
+    def listed(method: _Listing) -> dict[str, Json]:
         with reading(here):
             found = storage.ask_long(text, storage_options, method)
-        files = {
-            key: info
+        plain = fs._strip_protocol  # pyright: ignore[reportPrivateUsage]  (fsspec has no other name)
+        return {
+            str(plain(key)): info
             for key, info in found.items()
             # an empty object with a slash stands for a folder
             if info.get("type") != "directory" and not key.endswith("/")
         }
-        plain = fs._strip_protocol  # pyright: ignore[reportPrivateUsage]  (fsspec has no other name)
-        return {str(plain(key)): info for key, info in files.items()}
 
     pattern = glob.has_magic(path)
     try:  # brackets may be a name's own
@@ -516,8 +516,7 @@ def resolve_remote(
     if info is not None and info.get("type") != "directory":
         return [ref(path, info)]
     if info is None and pattern:
-        matches = listed(matching)
-        if not matches:
+        if not (matches := listed(matching)):
             problem = "the pattern matches no file"
             raise MissingFileError(at=name, problem=problem, fix="Correct the pattern.")
         files = [ref(found, matches[found]) for found in sorted(matches, key=natural)]

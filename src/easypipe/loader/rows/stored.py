@@ -458,8 +458,7 @@ def decode(
     assert offsets is not None
     for name in (name for name in BOUNDS if name in columns):
         _bounded(columns[name], offsets, name, where)
-    attended, positions = columns.pop(ATTENTION_MASK, None), columns.get(POSITION_IDS)
-    columns = _segments(attended, positions, offsets) | columns
+    columns = _segments(columns, offsets) | columns
     if LABELS in columns:
         ids, labels = columns[INPUT_IDS], columns.pop(LABELS)
         wrong = np.flatnonzero((labels != ids) & (labels != IGNORE))
@@ -481,8 +480,9 @@ def decode(
     )
 
 
-def _segments(attended: Int32 | None, positions: Int32 | None, offsets: Int64) -> dict[str, Int32]:
-    """Returns the segments of rows without a column of them, if another column says them."""
+def _segments(columns: dict[str, Int32], offsets: Int64) -> dict[str, Int32]:
+    """Returns the segments that other columns say; takes the attention mask out of `columns`."""
+    attended, positions = columns.pop(ATTENTION_MASK, None), columns.get(POSITION_IDS)
     if attended is None and positions is None:
         return {}
     one = np.ones(offsets[-1], np.int32)

@@ -97,6 +97,7 @@ class Inner(NamedTuple):
 
     Attributes:
         counts: Int32[MAX_KEYS], how many keys each column has; above MAX_INNER it is kept as JSON.
+        left: UInt8[MAX_KEYS], 1 for columns that are left out, whatever they hold.
         table: A hash set of hashes of keys and of the places of their objects; 0 is free.
         size: Int64[1], how many hashes are in `table`.
         bases: UInt64[MAX_LEVELS + 1], the places of the open brackets.
@@ -104,6 +105,7 @@ class Inner(NamedTuple):
     """
 
     counts: Int32
+    left: UInt8
     table: UInt64
     size: Int64
     bases: UInt64
@@ -114,6 +116,7 @@ def new_inner() -> Inner:
     """Returns an Inner without any key."""
     return Inner(
         np.zeros(MAX_KEYS, np.int32),
+        np.zeros(MAX_KEYS, np.uint8),
         np.zeros(INNER_TABLE, np.uint64),
         np.zeros(1, np.int64),
         np.zeros(MAX_LEVELS + 1, np.uint64),
@@ -186,7 +189,6 @@ def gather_members(
     flags: UInt8,
     keys: Keys,
     inner: Inner,
-    left: UInt8,
     out: UInt8,
 ) -> int:
     """Copies the members of GOOD records to `out`, an object a line, and counts the keys in them.
@@ -198,7 +200,6 @@ def gather_members(
         flags: Those that observe_keys set.
         keys: The Keys that it filled.
         inner: Counts by column, which grow. Members of a column that has too many are left out.
-        left: UInt8[MAX_KEYS], 1 for other columns that are left out.
         out: UInt8 with room for the records and their line breaks.
 
     Returns:
@@ -222,7 +223,7 @@ def gather_members(
             kind, i = _value(data, words, value, end)
             if slot >= 0 and kind & NESTED:
                 _count_inner(data, words, value, i, slot, inner)
-            if slot >= 0 and not left[slot] and inner.counts[slot] <= MAX_INNER:
+            if slot >= 0 and not inner.left[slot] and inner.counts[slot] <= MAX_INNER:
                 if at > opened + 1:
                     out[at] = 44
                     at += 1
@@ -429,11 +430,10 @@ class Observer:
         ]
         if not wanted:
             return
-        left = np.zeros(MAX_KEYS, np.uint8)
-        if len(names) > MAX_INNER:  # the other columns are as many cells
-            left[: len(names)] = [name not in wanted for name in names]
+        many = len(names) > MAX_INNER  # the other columns are as many cells
+        self._inner.left[: len(names)] = [many and name not in wanted for name in names]
         out = np.empty(int((ends - starts).sum()) + len(starts), np.uint8)
-        size = gather_members(data, starts, ends, flags, self._keys, self._inner, left, out)
+        size = gather_members(data, starts, ends, flags, self._keys, self._inner, out)
         found = nested_types(out[:size].tobytes(), wanted)
         for slot in np.flatnonzero(self._inner.counts > MAX_INNER).tolist():
             if names[slot] in wanted:
