@@ -769,6 +769,8 @@ FAULTS = [
           "t.is_nested(kind) and lists[0] == lists[1]:", "t.is_nested(kind):"),
     fault("the flow of a mixture that restarts ends where it is stored", "train/report/page.py", "tests/train/test_changed_run.py -k while_it_trains",
           '{one["name"]: one["tokens_placed"] for one in kept["datasets"]}', "{}"),
+    fault("a signal waits for a plan that is counted", "run.py", "tests/train/test_changed_run.py -k answered_with",
+          ' and not event.record["stopped"]:', ":"),
     fault("a plan is counted only at the end", "run.py", "tests/train/test_changed_run.py -k while_it_trains",
           'if event.kind == "checkpoint" and', 'if event.kind == "end" and'),
     fault("the least spikes are marked", "train/report/numbers.py", "tests/train/test_report.py -k spikes",

@@ -246,14 +246,16 @@ class Inputs:
 
         That is the plan of several datasets; in streaming, the ledger of what was read. It is
         written after training and at some of its checkpoints: each time for at least a quarter more
-        steps, because steps are counted from the first.
+        steps, because steps are counted from the first. After a signal it is written last, because
+        the time until the process is killed may be short.
         """
         folder, listener, counted = trainer.output_dir, trainer.listener, 0
 
         def listen(event: TrainEvent) -> None:
             nonlocal counted
             listener(event)
-            if event.kind == "checkpoint" and counted * 5 / 4 <= event.step < event.steps:
+            due = counted * 5 / 4 <= event.step < event.steps
+            if event.kind == "checkpoint" and due and not event.record["stopped"]:
                 counted = event.step
                 self._write_drawn(folder, counted)
 

@@ -21,7 +21,7 @@ from easypipe import train_bpe
 from easypipe.cli.app import run as command
 from easypipe.core.config import from_dict
 from easypipe.history import spans_of
-from easypipe.run import RunConfig, train
+from easypipe.run import Inputs, RunConfig, train
 from easypipe.stages.reports.plan_report import PlanReport, joined
 from easypipe.train.events import TrainEvent
 from easypipe.train.record import read_changes, read_kept, write_changes, write_kept
@@ -386,3 +386,24 @@ def test_what_was_drawn_is_told_while_it_trains(run: Path, tmp_path: Path, strea
         assert sum(at_last.values()) == until[10]
         # counted at the checkpoints of steps 1, 2, 3, 4, 5, 7 and 9
         assert [told[step] for step in (3, 7, 10)] == [until[2], until[5], until[9]]
+
+
+def test_a_signal_is_answered_with_the_checkpoint_before_anything_is_counted(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = yaml.safe_load((run / "run.yaml").read_text())
+    values["data"]["load"] = {"batch_size": 4, "num_epochs": None}
+    values["train"] |= {"steps": 10, "output_dir": str(tmp_path), "checkpoint": {"every": 5}}
+    counted: list[tuple[int, bool]] = []
+
+    def count(self: Inputs, folder: Path, steps: int) -> None:
+        counted.append((steps, (folder / "checkpoints" / str(steps)).is_dir()))
+
+    def stop(event: TrainEvent) -> None:
+        if (event.kind, event.step) == ("step", 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Inputs, "_write_drawn", count)
+    with pytest.raises(Interrupted) as stopped:
+        train(from_dict(RunConfig, values), listener=stop)
+    assert counted == [(stopped.value.step, True)]

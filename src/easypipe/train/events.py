@@ -91,7 +91,8 @@ class TrainEvent:
     - evaluated: all were evaluated; `record` has the results by loader name.
     - look: a callback asked for the model of this step, which was read; if the run rolled back at
       it, that is the model of the checkpoint.
-    - checkpoint: a save of this step began.
+    - checkpoint: a save of this step began; record["stopped"] is whether a signal asked for it,
+      and the run ends when it is complete.
     - rollback: the state is that of step record["to"] again; the batches after it are skipped.
     - end: the last step is done and saved.
     - exception: the run ends with the error record["error"] (its text), after the last step that

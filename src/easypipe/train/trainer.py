@@ -386,7 +386,8 @@ class _Run:
             guard.good = step
             self.checkpoints.protected["watch"] = {step} if guard.guards else set()
         self._commit(step)
-        self.trainer.emit("checkpoint", step, state=self.state)
+        stopped = {"stopped": self.stop.received is not None}
+        self.trainer.emit("checkpoint", step, stopped, state=self.state)
 
     def _commit(self, step: int) -> None:
         """Starts to write the checkpoint of the state after `step`."""
