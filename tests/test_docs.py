@@ -326,6 +326,10 @@ def _reference() -> ModuleType:
     return _script("reference")
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12),
+    reason="the way of a row is drawn with Python 3.11, where comprehensions are functions",
+)
 def test_the_pictures_of_the_architecture_are_as_the_code_is() -> None:
     done = subprocess.run(
         [sys.executable, str(DOCS / "architecture.py"), "--check"],

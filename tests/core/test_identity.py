@@ -148,7 +148,9 @@ def test_identities_are_those_of_earlier_versions() -> None:
     assert (
         digest(held_by(partial(within, plain, deep=Fraction))) == "28ffa9757218c82448f701a364dcf97c"
     )
-    assert digest(held_by(functools.lru_cache(operator.add))) == "d72ca3106d51902974fef665fb9edef4"
+    if sys.version_info < (3, 12):  # code of functools is in it, which is another in newer Pythons
+        cached = functools.lru_cache(operator.add)
+        assert digest(held_by(cached)) == "d72ca3106d51902974fef665fb9edef4"
     assert digest(held_by(partial(np.add, 1))) == "d54b68ed7bdecdaf61645f33ecc33c0e"
     assert held_by(len) is held_by(within) is held_by(dict.fromkeys) is None
     assert held_by(partial(within, object()))[2] == ["list", [["builtins:object"]]]

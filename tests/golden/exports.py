@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def _option(hint: Any, parameter: inspect.Parameter) -> str:
     usual = ("=None", "file_okay=True", "dir_okay=True", "exists=False", "clamp=False", "ive=True")
     default = parameter.default
     given = [] if default is inspect.Parameter.empty else [f"= {plain(default)}"]
-    name = inspect.formatannotation(kind).replace("pathlib.", "")
+    name = re.sub(r"pathlib\.|_local\.", "", inspect.formatannotation(kind))
     return " ".join([name, *(one for one in said if not one.endswith(usual)), *given])
 
 

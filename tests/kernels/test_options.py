@@ -4,6 +4,7 @@ holds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
@@ -206,6 +207,12 @@ def test_mixed_dtypes_run_in_the_wider():
     assert [loss.dtype, *(grad.dtype for grad in grads)] == [jnp.float32, jnp.bfloat16, jnp.float32]
 
 
+def h200_at_hand():
+    """Newer jax asks which GPU, seeing none."""
+    h200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h200))
+
+
 def lowered(platform, dtype=jnp.bfloat16, shape=(512, 256, 1024), **options):
     tokens, width, vocab = shape
     arguments = ((tokens, width), dtype), ((width, vocab), dtype), ((tokens,), jnp.int32)
@@ -227,13 +234,9 @@ def lowered(platform, dtype=jnp.bfloat16, shape=(512, 256, 1024), **options):
 )
 def test_the_default_is_the_kernel_of_the_platform_that_is_lowered_for(options):
     """Not of the one that this process runs on: traced here, without any device, for each."""
-    # newer jax asks which, seeing none
-    h200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     calls = {}
-    for platform, device in (("tpu", None), ("cuda", h200), ("cpu", None)):
-        with jax.sharding.use_abstract_mesh(
-            jax.sharding.AbstractMesh((), (), abstract_device=device)
-        ):
+    for platform in ("tpu", "cuda", "cpu"):
+        with h200_at_hand() if platform == "cuda" else contextlib.nullcontext():
             calls[platform] = re.findall(r"custom_call @([\w$.]*)", lowered(platform, **options))
     assert "tpu_custom_call" in calls["tpu"]
     assert any("triton" in name or "mosaic_gpu" in name for name in calls["cuda"])
@@ -329,10 +332,11 @@ def test_float32_logits_are_strict_and_float32_on_cuda(rule):
     """The slabs of a bfloat16 loss for CUDA: in bfloat16, and in float32 where that is asked
     for.
     """
-    slab = {
-        name: lowered("cuda", rule=rule or "strict", float32_logits=wish)
-        for name, wish in (("own", False), ("float32", True))
-    }
+    with h200_at_hand():
+        slab = {
+            name: lowered("cuda", rule=rule or "strict", float32_logits=wish)
+            for name, wish in (("own", False), ("float32", True))
+        }
     logits = {
         name: set(re.findall(r"-> tensor<(?:\d+x1024|512x\d+)x(bf16|f32)>", text))
         for name, text in slab.items()
