@@ -1532,6 +1532,8 @@ FAULTS = [
           "raw: Item = {INPUT_IDS: ()} if encoded else train_data[0]", "raw: Item = train_data[0]"),
     fault("max_length beside an own collator has no effect", "compat/data_module.py", "tests/compat/test_document_004.py -k means_nothing",
           "self.max_length is None or self._collate_fn is None,", "True,"),
+    fault("loss_mask of seq2seq rows has no effect", "compat/collators.py", "tests/compat/test_collators.py -k starts_the_decoder",
+          "(labels != IGNORE) & (out.fill(masks, out_width, 0) != 0)", "labels != IGNORE"),
     fault("True and NaN are numbers of collators", "compat/collators.py", "tests/compat/test_collators.py -k are_no_numbers",
           "isinstance(value, kinds) and not isinstance(value, bool) and bool(np.isfinite(value))", "isinstance(value, kinds)"),
     fault("a target length is looked at in the first batch", "compat/collators.py", "tests/compat/test_collators.py -k are_no_numbers",

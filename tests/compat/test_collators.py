@@ -327,6 +327,13 @@ def test_seq2seq_starts_the_decoder():
     assert create_seq2seq_collate(0, decoder_start_token_id=1, max_target_length=5)(rows)[
         "labels"
     ].shape == (2, 5)
+    # a decoder reads what it is not trained on
+    masked = [{**row, "loss_mask": mask} for row, mask in zip(rows, ([0, 1], [1] * 3), strict=True)]
+    masked = create_seq2seq_collate(0, decoder_start_token_id=1, max_length=4)(masked)
+    assert masked["labels"].tolist() == [[-100, 9, -100], [3, -100, 2]]
+    assert np.array_equal(masked["decoder_input_ids"], batch["decoder_input_ids"])
+    with pytest.raises(SourceError, match="column 'loss_mask': 3 values for 2 tokens"):
+        create_seq2seq_collate(0)([{**rows[0], "loss_mask": [0, 1, 1]}])
     with pytest.raises(SourceError, match="column 'labels': no token to predict"):
         create_seq2seq_collate(0, decoder_start_token_id=1)([{"input_ids": [5], "labels": []}])
 

@@ -241,17 +241,22 @@ class Seq2SeqCollator:
         out = replace(rule, max_length=self.max_target_length, padding_side="right")
         width, out_width = rule.width(sources), out.width(targets)
         labels = out.fill(targets, out_width, IGNORE)
+        masks = [
+            _loss_mask(row, i, target)
+            for i, (row, target) in enumerate(zip(rows, targets, strict=True))
+        ]
         decoder = np.full_like(labels, rule.pad_token_id)
         decoder[:, 0] = self.decoder_start_token_id
         decoder[:, 1:] = np.where(labels[:, :-1] == IGNORE, rule.pad_token_id, labels[:, :-1])
         ones = [np.ones_like(target) for target in targets]
+        predicted = (labels != IGNORE) & (out.fill(masks, out_width, 0) != 0)
         return rule.finish(
             {
                 INPUT_IDS: rule.fill(sources, width, rule.pad_token_id),
                 ATTENTION_MASK: rule.fill(attended, width, 0),
                 DECODER_INPUT_IDS: decoder,
                 DECODER_ATTENTION_MASK: out.fill(ones, out_width, 0),
-                LABELS: np.where(labels == IGNORE, rule.label_pad_token_id, labels),
+                LABELS: np.where(predicted, labels, rule.label_pad_token_id),
             }
         )
 
@@ -314,7 +319,8 @@ def create_seq2seq_collate(
 ) -> Seq2SeqCollator:
     """Makes a collator for an encoder and a decoder.
 
-    Rows have `input_ids`, which the encoder reads, and `labels`, the answer.
+    Rows have `input_ids`, which the encoder reads, and `labels`, the answer. A `loss_mask` has a
+    value for each label; the decoder still reads the tokens where it is 0.
     `decoder_input_ids[t]` is the label at t - 1, and `decoder_start_token_id` at 0, so decoders do
     not shift. Batches have, as Int32, `input_ids`, `attention_mask` [B, T], `decoder_input_ids`,
     `decoder_attention_mask`, `labels` [B, U].
