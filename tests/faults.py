@@ -672,7 +672,7 @@ FAULTS = [
     fault("listings that a client remembers are believed", "core/storage.py", "tests/core/test_storage.py -k another_process_has",
           "        fs.invalidate_cache()  # stores remember listings; another process may have written since\n", ""),
     fault("a reader keeps others away", "core/locks.py", "tests/sources/test_cache.py -k many_may",
-          "hold(path, exclusive=False, what=what, timeout_s=60.0)", "hold(path, exclusive=True, what=what, timeout_s=60.0)"),
+          "hold(reader_lock(cache_dir, key), exclusive=False", "hold(reader_lock(cache_dir, key), exclusive=True"),
     fault("a port that is written out makes another server", "core/trust.py", "tests/core/test_trust.py -k however_they",
           'parts.port or (443 if parts.scheme == "https" else 80)', "parts.port or 0"),
     fault("the last stage of a ramp goes beyond its point", "plan/mix_schedule.py", "tests/plan/test_schedule.py -k stage_ends",

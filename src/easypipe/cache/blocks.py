@@ -120,6 +120,7 @@ class BlockChecks:
     Attributes:
         addresses: UInt64[P], where the flags of each part begin; 0 if an earlier version wrote the
             manifest, so that there are no checksums.
+        indexes_left: The parts whose index is left to check.
     """
 
     def __init__(self, parts: Sequence[Part], files: Sequence[str]) -> None:
@@ -135,19 +136,14 @@ class BlockChecks:
         self._flags = np.zeros(int(self._first[-1]), np.uint8)
         self._sums = np.zeros(len(self._flags), np.uint32)
         self._left = len(self._flags)
-        self._indexes_left = len(parts)
+        self.indexes_left = len(parts)
         has = np.array([bool(part.blocks) for part in parts], np.bool_)
         self.addresses = np.where(has, self._flags.ctypes.data + self._first[:-1], 0).astype(
             np.uint64
         )
         for i in np.flatnonzero(~has).tolist():
             self._done(self._first[i], self._first[i + 1])
-            self._indexes_left -= 1
-
-    @property
-    def index_pending(self) -> bool:
-        """Whether the index of any part is left to check."""
-        return self._indexes_left > 0
+            self.indexes_left -= 1
 
     @property
     def pending(self) -> bool:
@@ -195,7 +191,7 @@ class BlockChecks:
             if not self._flags[at]:  # another thread may have checked it meanwhile
                 self._flags[at] = 1
                 self._left -= 1
-                self._indexes_left -= 1
+                self.indexes_left -= 1
 
     def check(self, part: int, blocks: Iterable[int], address: int, ahead: int = 0) -> None:
         """Checks blocks of a part whose index was checked before.

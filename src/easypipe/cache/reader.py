@@ -430,7 +430,7 @@ class TokenCache(Source):
     def _index(self, parts: Int64) -> Generator[None, None, None]:
         """Holds the checked index of `parts` (Int64[n]) for the length of the block."""
         with self._files.hold(parts):
-            self._check_index(np.unique(parts).tolist() if self._blocks.index_pending else ())
+            self._check_index(np.unique(parts).tolist() if self._blocks.indexes_left else ())
             yield
 
     def _check_index(self, parts: Iterable[int]) -> None:
@@ -471,7 +471,7 @@ class TokenCache(Source):
         if not docs.size:
             return out
         if len(self._parts) <= self._files.most:
-            known = self._files.stays and not self._blocks.index_pending
+            known = self._files.stays and not self._blocks.indexes_left
             number = _NONE if known else self._part_numbers(docs)
             with self._index(number):
                 kernel(docs, self._first_doc, address, out)

@@ -27,6 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from easypipe.core.closing import Closeable
@@ -40,6 +41,7 @@ REMIND_S = 60.0
 log = logging.getLogger("easypipe")
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_CLEARING = "another process that clears the cache"
 
 
 class Hold(Closeable):
@@ -142,7 +144,7 @@ def mark_reader(cache_dir: Path, key: str) -> Hold | None:
         locks.
     """
     try:
-        return _hold_against_clearing(reader_lock(cache_dir, key))
+        return hold(reader_lock(cache_dir, key), exclusive=False, what=_CLEARING, timeout_s=60.0)
     except StorageError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno not in _READ_ONLY:
@@ -157,12 +159,6 @@ def mark_reader(cache_dir: Path, key: str) -> Hold | None:
         return None
 
 
-def _hold_against_clearing(path: Path) -> Hold:
-    """Takes a shared lock, waiting at most a minute for a process that clears the cache."""
-    what = "another process that clears the cache"
-    return hold(path, exclusive=False, what=what, timeout_s=60.0)
-
-
 @contextlib.contextmanager
 def _holding(take: Callable[[], Hold], told: str, where: str | Path) -> Generator[None]:
     """Holds the lock that `take` returns during the block.
@@ -171,7 +167,7 @@ def _holding(take: Callable[[], Hold], told: str, where: str | Path) -> Generato
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(take())
+            stack.callback(take().close)
         except StorageError as error:
             log.warning(told, where, error)
         yield
@@ -183,7 +179,9 @@ def working(cache_dir: Path) -> AbstractContextManager[None]:
     It is for files that no manifest names yet. If there are no locks, it warns and continues.
     """
     told = "%s: written without locks, others may clear it at the same time: %s"
-    return _holding(lambda: _hold_against_clearing(work_lock(cache_dir)), told, cache_dir)
+    lock = work_lock(cache_dir)
+    take = partial(hold, lock, exclusive=False, what=_CLEARING, timeout_s=60.0)
+    return _holding(take, told, cache_dir)
 
 
 @contextlib.contextmanager

@@ -34,17 +34,13 @@ class Steps:
         self.begin = begin or Begin()
         self._first = [step for step, _ in points]
         self._sizes = [size for _, size in points]
+        self.sizes = tuple(sorted(set(self._sizes)))  # of all batches, each once
         # the rows before the first step of each point, as if counted from step 0
         self._rows = [0]
         for (step, size), (after, _) in itertools.pairwise(points):
             self._rows.append(self._rows[-1] + (after - step) * size)
         self._skip = 0
         self._skip = self.begin.row - self.start(self.begin.batch)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """All batch sizes, ascending."""
-        return tuple(sorted(set(self._sizes)))
 
     def at(self, step: int) -> tuple[int, int]:
         """Returns the first row of batch `step`, and its size."""

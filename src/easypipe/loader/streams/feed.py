@@ -151,16 +151,6 @@ class StreamCounts(Counter[tuple[str, str]]):
             left.subtract(self.of(subject))
         return Counter(dict(sorted(left.items())))
 
-    def end_epoch(self, dropped: int) -> None:
-        """Counts what was not read so far as left.
-
-        Args:
-            dropped: The number of documents that were read and not drawn.
-        """
-        self["drawn", "left"] += dropped
-        for unit, count in self.unread().items():
-            self["shares left", unit] = count
-
 
 class Forward(Protocol):
     """A dataset as documents that are read in order.
@@ -537,8 +527,10 @@ class Cursor:
         self._read_ahead()
 
     def end_epoch(self) -> None:
-        """Drops the waiting documents."""
-        self.counts.end_epoch(self.waiting)
+        """Drops the waiting documents, and counts what was not read so far as left."""
+        self.counts["drawn", "left"] += self.waiting
+        for unit, count in self.counts.unread().items():
+            self.counts["shares left", unit] = count
         self.waiting = self._asked = 0
         self._held.clear()
         self.close()

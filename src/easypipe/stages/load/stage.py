@@ -189,9 +189,7 @@ class LoadStage(BaseStage):
         A mixture that restarts has no epochs.
         """
         options = self.config
-        if planned is None:
-            return options
-        if not planned.mixture.restarts:
+        if planned is None or not planned.mixture.restarts:
             return options
         if options.num_epochs not in (1, None):
             raise restarts(options.num_epochs, repr(name), endless=planned.mixture.endless)
