@@ -16,6 +16,7 @@ from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.run import inputs_of
+from easypipe.train.callbacks.named import BestCheckpoints, EarlyStopping
 from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh
@@ -37,8 +38,9 @@ def loader(cache=CACHE, **load) -> Loader:
     )
 
 
-def trainer(folder, train, evals=None, **changes) -> Trainer:
-    return Trainer(Tiny, settings(folder, **{"steps": 3, **changes}), train, evals, mesh=MESH)
+def trainer(folder, train, evals=None, given=(), **changes) -> Trainer:
+    config = settings(folder, **{"steps": 3, **changes})
+    return Trainer(Tiny, config, train, evals, mesh=MESH, callbacks=given)
 
 
 def curve(folder):
@@ -125,7 +127,8 @@ def test_changed_data_are_refused_unless_the_config_says_so(tmp_path):
     assert one.state().changes[0]["batch"] == 3
 
 
-def test_values_of_changed_held_out_data_are_not_compared(tmp_path, caplog):
+@pytest.mark.parametrize("by_name", [True, False])
+def test_values_of_changed_held_out_data_are_not_compared(tmp_path, caplog, by_name):
     """The lowest of old and the highest of new data would rank; data that comes or goes may."""
 
     def run(cache, steps, *names):
@@ -133,11 +136,18 @@ def test_values_of_changed_held_out_data_are_not_compared(tmp_path, caplog):
         named = {"best": {**metric, "keep": 9}, "early_stopping": {**metric, "patience": 9}}
         values = {"output_dir": str(tmp_path), "callbacks": named}
         callbacks = from_dict(TrainingConfig, values).callbacks
-        options = {"callbacks": callbacks, "resume_changes": ["train.steps"], "eval_every": 1}
+        options = {"resume_changes": ["train.steps"], "eval_every": 1}
         evals = {name: loader(cache, num_epochs=1) for name in ("held", *names)}
-        one = trainer(tmp_path, loader(), evals, steps=steps, **options)
+        given = ()
+        if by_name:
+            options["callbacks"] = callbacks
+        else:
+            best = BestCheckpoints(callbacks.best, tmp_path)
+            given = (EarlyStopping(callbacks.early_stopping), best)
+        one = trainer(tmp_path, loader(), evals, given, steps=steps, **options)
         one.run()
-        return one.named_callbacks["early_stopping"].state()["best"]
+        early = next(each for each in one.callbacks if isinstance(each, EarlyStopping))
+        return early.best
 
     def ranked():
         return sorted(one["step"] for one in read_kept(tmp_path / "best.json"))

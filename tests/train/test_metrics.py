@@ -65,7 +65,15 @@ def test_a_last_line_that_was_being_written_is_no_line(tmp_path, torn):
 
 
 @pytest.mark.parametrize(
-    "line", [b"hello", b"[1]", b'{"loss": 1.0}', b'{"step": 2, "loss": NaN}', b"\xff"]
+    "line",
+    [
+        b"hello",
+        b"[1]",
+        b'{"loss": 1.0}',
+        b'{"step": 2, "loss": NaN}',
+        b'{"step": 2, "loss": -1e999}',
+        b"\xff",
+    ],
 )
 def test_a_foreign_line_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"

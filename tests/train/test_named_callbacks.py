@@ -239,6 +239,20 @@ def test_a_resume_without_the_writers_cuts_their_files_too(tmp_path, caplog):
     assert not (tmp_path / "best.json").exists()
 
 
+def test_an_object_lets_go_of_what_was_best_before_a_resume(tmp_path):
+    checkpoint = CheckpointConfig(every=2, keep=2)
+    config = settings(tmp_path, steps=8, eval_every=2, checkpoint=checkpoint)
+    evals = {"held": Arithmetic(1, seed=7)}
+    best = BestCheckpoints(BestConfig(metric="eval.held.loss"), tmp_path)
+    options = {"mesh": MESH, "callbacks": [best]}
+    with pytest.raises(Stop):
+        Trainer(Tiny, config, Arithmetic(), evals, listener=stop_after(4), **options).run()
+    write_kept(tmp_path / "best.json", [{"step": 2, "checkpoint": "checkpoints/2"}])
+    Trainer(Tiny, config, Arithmetic(), evals, **options).run()
+    assert [one["step"] for one in read_kept(tmp_path / "best.json")] == [8]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"6", "8"}
+
+
 def test_the_lowest_is_best_by_default(tmp_path):
     lowest = trainer(tmp_path / "low", {"best": {"metric": "eval.held.ppl"}}).run()
     assert read_kept(tmp_path / "low/best.json")[0]["step"] == lowest.steps

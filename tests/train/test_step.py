@@ -151,6 +151,17 @@ def test_weights_of_one_change_nothing():
         np.testing.assert_allclose(state.params[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_that_are_not_finite_are_a_step_to_skip_and_no_batch_without_targets():
+    _, _, step, fresh = compiled()
+    batch = Arithmetic().batch(1)
+    batch["loss_weights"] = np.full(batch["labels"].shape, np.nan, np.float32)
+    with states.on(MESH):
+        state, measured = step(fresh(), place_batch(batch, MESH))
+    assert int(measured["num_targets"]) == (batch["labels"] != -100).sum()
+    assert np.isnan(measured["loss"])
+    assert int(state.step) == 0
+
+
 @pytest.mark.parametrize("option", ["z_loss", "label_smoothing"])
 def test_what_is_added_to_the_loss_is_not_in_nll(option):
     layout, _, _, fresh = compiled()

@@ -332,6 +332,12 @@ def test_lines_every_few_steps_and_the_last(finished, tmp_path):
     ]
 
 
+def test_a_held_out_loader_serves_one_run_after_another(tmp_path):
+    evals = {"held": Arithmetic(3, seed=9)}
+    first, second = (trainer(tmp_path / name, evals=evals, steps=3).run() for name in "ab")
+    assert first.last["eval"] == second.last["eval"]
+
+
 def test_steps_default_to_the_length_of_the_loader(tmp_path):
     assert trainer(tmp_path, steps=None, train=Arithmetic(5)).run().steps == 5
 

@@ -562,6 +562,7 @@ class Engine:
                 # Batches in flight hold memory, and two are enough to keep the device busy.
                 jax.block_until_ready(sums[-3])
             self.emit("eval", step, {"name": name, "batches": len(sums)})
+        loader.restore(held_out.start)  # a later Trainer may take the same loader
         outs = jax.device_get(sums)
         num_targets = sum(int(out.num_targets) for out in outs)
         counts = [out.num_targets if out.weight_sum is None else out.weight_sum for out in outs]

@@ -92,7 +92,7 @@ def make_train_step(
         updates, moments = optimizer.update(cast, state.optimizer, state.params, **extra)
         num_targets = out.num_targets
         if out.weight_sum is not None:  # if all weights are 0, nothing is predicted
-            num_targets = jnp.where(out.weight_sum > 0, num_targets, 0)
+            num_targets = jnp.where(out.weight_sum <= 0, 0, num_targets)
         metrics = {
             "loss": out.loss_sum * scale,
             "nll": out.nll_sum * scale,

@@ -22,6 +22,7 @@ from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Arguments, Json
 from easypipe.core.visible import first_of
 from easypipe.train import state as states
+from easypipe.train.callbacks.named import BestCheckpoints, EarlyStopping
 from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
 from easypipe.train.checkpoint.differences import listed
 from easypipe.train.checkpoint.files import CHECKPOINTS
@@ -490,17 +491,14 @@ class _Run:
             checkpoints.protected["watch"] = {self.guard.good}
         given = _saved_states(saved, trainer.given_callbacks, at)
         evals = held_out_differences(saved, trainer.held_out, trainer.run_config)
-        named = {
-            name: kept
-            for name, kept in saved.get("named_callbacks", {}).items()
-            # its values are of other data than those that follow
-            if step == trainer.steps or trainer.known.of(kept.get("metric", "")) not in evals
-        }
-        both = [
-            (one, named[name]) for name, one in trainer.named_callbacks.items() if name in named
-        ]
-        for callback, kept in (*given, *both):
-            callback.restore(kept)
+        states_of, named = saved.get("named_callbacks", {}), trainer.named_callbacks
+        both = [*given, *((named[name], states_of[name]) for name in named if name in states_of)]
+        for callback, kept in both:
+            watches = isinstance(callback, EarlyStopping | BestCheckpoints)
+            metric = callback.config.metric if watches else ""
+            # its values may be of other data than those that follow
+            if step == trainer.steps or trainer.known.of(metric) not in evals:
+                callback.restore(kept)
         if own:  # the loader itself reports changes of the data
             logger.warning(
                 "%s: resumed at step %d with changes: %s", trainer.output_dir, step, listed(own)
@@ -586,6 +584,8 @@ class _Run:
         evals = {one.name: one.loader for one in trainer.evals}
         write_fingerprints(folder, trainer.train, evals, trainer.steps)
         writers = {*trainer.named_callbacks, *(("spikes",) if self.guard.guards else ())}
+        if any(isinstance(one, BestCheckpoints) for one in trainer.given_callbacks):
+            writers.add("best")
         listed = drop_later(folder, self.step, self.checkpoints.steps(), writers)
         self.checkpoints.protected["best"] = listed
 

@@ -159,11 +159,14 @@ def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, i
                 )
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")  # a run writes null
+def _finite(text: str) -> float:
+    """Returns a number of a line; a run writes null for NaN and infinities, which 1e999 is too."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)  # NaN, Infinity and -Infinity
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
 def _is_record(value: JsonValue) -> TypeGuard[Record]:
