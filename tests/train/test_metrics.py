@@ -72,6 +72,7 @@ def test_a_last_line_that_was_being_written_is_no_line(tmp_path, torn):
         b'{"loss": 1.0}',
         b'{"step": 2, "loss": NaN}',
         b'{"step": 2, "loss": -1e999}',
+        b'{"step": 2, "loss": 1.0, "num_tokens": 1' + b"0" * 400 + b"}",
         b"\xff",
     ],
 )

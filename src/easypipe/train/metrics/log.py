@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -147,7 +148,7 @@ def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, i
                 continue
             try:
                 record = _DECODER.decode(line.decode())
-            except (ValueError, RecursionError):
+            except (ValueError, OverflowError, RecursionError):
                 record = None
             if _is_record(record):
                 yield at, number, record
@@ -159,14 +160,21 @@ def records_from(path: str | Path, at: int, lines: int) -> Iterator[tuple[int, i
                 )
 
 
-def _finite(text: str) -> float:
-    """Returns a number of a line; a run writes null for NaN and infinities, which 1e999 is too."""
-    if not math.isfinite(value := float(text)):
+def _finite(kind: type[float], text: str) -> float:
+    """Returns a number of a line, as an int or a float; a run writes null for what is not finite.
+
+    Raises:
+        ValueError: It is NaN or infinite, as 1e999 is; OverflowError: no float holds the int.
+    """
+    if not math.isfinite(value := kind(text)):
         raise ValueError(f"{text} is not finite")
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+_FLOAT = partial(_finite, float)
+_DECODER = json.JSONDecoder(
+    parse_constant=_FLOAT, parse_float=_FLOAT, parse_int=partial(_finite, int)
+)
 
 
 def _is_record(value: JsonValue) -> TypeGuard[Record]:
