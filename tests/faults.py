@@ -636,6 +636,8 @@ FAULTS = [
           "jnp.where(out.weight_sum <= 0, 0, num_targets)", "jnp.where(out.weight_sum > 0, num_targets, 0)"),
     fault("a held-out loader stays at its end", "train/engine.py", "tests/train/test_trainer.py -k one_run_after_another",
           "        loader.restore(held_out.start)  # a later Trainer may take the same loader\n", ""),
+    fault("Orbax prints tracebacks of what is raised", "train/checkpoint/checkpoint.py", "tests/train/test_checkpoint_manager.py -k told_once",
+          'logging.getLogger("absl").addFilter(_is_told_once)  # which Orbax logs to', "pass"),
     fault("a metric of 1e999 is read", "train/metrics/log.py", "tests/train/test_metrics.py -k foreign_line",
           ", parse_float=_FLOAT", ""),
     fault("a metric of 400 digits is read", "train/metrics/log.py", "tests/train/test_metrics.py -k foreign_line",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import types
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,19 @@ def test_what_could_not_be_saved_is_not_the_best(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="cannot be written"):
             manager.save(model={"w": jnp.ones(1)}, metrics={"loss": 1.0})
         assert manager.best() == first
+
+
+def test_a_file_that_cannot_grow_is_told_once(tmp_path: Path, caplog: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=100_000))
+    with CheckpointManager(tmp_path) as manager:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            with pytest.raises(StorageError, match=r"cannot be written: .*File too large"):
+                manager.save(model={"w": weights})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
 class Numbered(Arithmetic):

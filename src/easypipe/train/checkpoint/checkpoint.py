@@ -56,6 +56,11 @@ class DamagedCheckpoint(StateError):
     """The error of a checkpoint whose files were deleted, cut short or changed since the commit."""
 
 
+def _is_told_once(record: logging.LogRecord) -> bool:
+    """Returns False for the tracebacks of Orbax's threads, whose errors `wait` raises."""
+    return "_SignalingThread.run() raised" not in str(record.msg)
+
+
 class _Saving(NamedTuple):
     """A save in progress: its step, the future of its commit, the event of its copied arrays."""
 
@@ -85,6 +90,7 @@ class Checkpoints(Closeable):
 
     def __init__(self, folder: Path, *, keep: int | None) -> None:
         self.folder = folder.absolute()  # Orbax refuses relative paths
+        logging.getLogger("absl").addFilter(_is_told_once)  # which Orbax logs to
         self._several = jax.process_count() > 1
         registry = ocp.handlers.local_registry()
         registry.add(ocp.handlers.JsonHandler, checkpointable_name=RUN)
