@@ -70,6 +70,44 @@ def test_a_module_that_gives_logits_is_trained_and_resumed(model: Any, tmp_path:
         load_trained(tmp_path)
 
 
+class Dropping(nn.Module):
+    """Drops half of what it knows; the switch is an attribute of the layer or an argument."""
+
+    by_name: bool
+    attribute: bool | None
+
+    @nn.compact
+    def __call__(self, input_ids: Any) -> Any:
+        x = nn.Embed(VOCAB, 8, name="table")(input_ids)
+        told: dict[str, Any] = {} if self.attribute is not None else {"deterministic": False}
+        layer = nn.Dropout(0.5, deterministic=self.attribute)
+        x = layer(inputs=x, **told) if self.by_name else layer(x, **told)
+        return nn.Dense(VOCAB, name="head")(x)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("attribute", [None, False])
+def test_linen_drops_nothing_in_an_evaluation(
+    tmp_path: Path, attribute: bool | None, by_name: bool
+) -> None:
+    model, held = Dropping(by_name, attribute), Arithmetic(1, seed=7)
+    config = settings(tmp_path, steps=1, optimizer={"learning_rate": 0.03})
+    result = Trainer(model, config, Arithmetic(), {"held": held}, mesh=MESH).run()
+    arrays = jax.tree.leaves(nnx.state(result.model, nnx.Param))
+    table, bias, kernel = (
+        next(np.asarray(one, np.float64) for one in arrays if one.shape == shape)
+        for shape in ((VOCAB, 8), (VOCAB,), (8, VOCAB))
+    )
+    batch = held.batch(1)
+    logits = (table @ kernel + bias)[batch["input_ids"]]
+    rows, slots = np.nonzero(batch["labels"] != -100)
+    targets = logits[rows, slots, batch["labels"][rows, slots]]
+    expected = (np.log(np.exp(logits).sum(-1))[rows, slots] - targets).mean()
+    assert result.last["eval"]["held"]["loss"] == pytest.approx(expected, rel=1e-5)
+    ids = batch["input_ids"]
+    assert not np.array_equal(result.model(ids), result.model(ids)), "training drops"
+
+
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "label_smoothing": 0.2}])
 def test_the_loss_of_logits_is_the_fused_one(options: dict[str, float]) -> None:
     model = Decoder(

@@ -11,9 +11,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen
 from jaxtyping import PyTree
 
 from easypipe.core.errors import require
+from easypipe.core.values import Arguments
 from easypipe.train.losses.loss import AsSums, LossFn, LossOutput
 from easypipe.train.model.flops import segment_sums
 from easypipe.train.optim.optimizers import Optimizer
@@ -160,9 +162,22 @@ def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
     def step(params: PyTree, rest: PyTree, batch: PyTree) -> LossOutput:
         model = layout.merge(params, rest)
         model.set_attributes(deterministic=True, use_running_average=True, raise_if_not_found=False)
-        return _float32(added(model, batch))
+        with linen.intercept_methods(_without_dropout):  # of a bridged module
+            return _float32(added(model, batch))
 
     return jax.jit(step)
+
+
+def _without_dropout(
+    call: Callable[..., PyTree],
+    args: Sequence[PyTree],
+    options: Arguments,
+    context: linen.module.InterceptorContext,
+) -> PyTree:
+    """Calls a method of a Linen module; its Dropout returns its input, however it was told to."""
+    if context.method_name == "__call__" and isinstance(context.module, linen.Dropout):
+        return args[0] if args else options["inputs"]
+    return call(*args, **options)
 
 
 def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax.Array]:
