@@ -1681,6 +1681,8 @@ FAULTS = [
           ", block_size=len(text) + 64", ""),
     fault("budgets take the place of a max_length", "transforms/tokenizer/lengths.py", "tests/transforms/test_lengths.py -k rows_have_no_use",
           '(policy.policy == "keep_start" and policy.budgets)', "policy.budgets"),
+    fault("shards of a source are taken for whatever they are", "sources/external/own.py", "tests/sources/test_own.py -k what_is_refused",
+          "all(isinstance(one, Shard) for one in shards)", "True"),
     fault("rows that can also be called are called", "sources/external/own.py", "tests/sources/test_own.py -k 'stateless and again'",
           "callable(data) and not", "callable(data) or not"),
     fault("tokens have no spaces where no post-processor says so", "transforms/tokenizer/token_bytes.py", "tests/transforms/test_masked.py -k post_processor",

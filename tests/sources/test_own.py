@@ -438,6 +438,14 @@ class Nameless:
         raise AssertionError(name)
 
 
+class Misnamed:
+    def shards(self) -> list[str]:
+        return ["a"]
+
+    def open_shard(self, name: str) -> Iterator[dict[str, Any]]:
+        raise AssertionError(name)
+
+
 class Rowless(ShardedDataSource):
     shard_names: ClassVar = ["a"]
 
@@ -461,6 +469,10 @@ class Rowless(ShardedDataSource):
         (
             Nameless(),
             "data_files: shard_names of Nameless are None. Give a list of different names",
+        ),
+        (
+            Misnamed(),
+            r"data_files: shards of Misnamed are \['a'\]. Give a list of Shard\(name=..., num_rows=",
         ),
         (
             Rowless(),

@@ -545,6 +545,11 @@ class _Pulled:
         self.ended = False
 
 
+def _called(member: Any) -> Any:
+    """Returns an attribute, or what it returns if the user's class defines it as a method."""
+    return member() if callable(member) else member
+
+
 def _sharded(data: Dataset) -> Given:
     """Returns the members of an object that opens shards by name."""
     kind, base = type(data), ShardedDataSource
@@ -560,11 +565,22 @@ def _sharded(data: Dataset) -> Given:
         f"{kind.__name__} has neither open_shard(name) nor read(shard, start, stop)",
         "Give it shard_names and open_shard, which yields a dict for every row.",
     )
-    shards = attribute_of(data, "shards")
-    names: Any = attribute_of(data, "shard_names") if shards is None else [s.name for s in shards]
-    names = names() if callable(names) else names
+    shards = _called(attribute_of(data, "shards"))
     require(
-        not isinstance(names, str | None)
+        shards is None
+        or (isinstance(shards, Sequence) and all(isinstance(one, Shard) for one in shards)),
+        "data_files",
+        f"shards of {kind.__name__} are {shards!r}",
+        "Give a list of Shard(name=..., num_rows=...), or leave shards out and give shard_names.",
+    )
+    names = (
+        [shard.name for shard in shards]
+        if shards is not None
+        else _called(attribute_of(data, "shard_names"))
+    )
+    require(
+        isinstance(names, Sequence)
+        and not isinstance(names, str)
         and all(isinstance(name, str) for name in names)
         and len(names) == len(set(names)) > 0,
         "data_files",
