@@ -56,7 +56,7 @@ def test_what_axolotl_s_keys_become() -> None:
     assert run.data.datasets[0].prompt.format_type == "alpaca"
     for key in ("load_in_8bit", "lora_dropout", "lora_modules_to_save", "warmup_ratio"):
         assert key in made.left, key
-    assert "8 bits" in made.left["optimizer"]
+    assert "8-bit" in made.left["optimizer"]
 
     run = from_dict(RunConfig, import_config(*of("axolotl-fft-8b-liger-fsdp")).config)
     assert run.train.mesh == "fsdp"
@@ -308,7 +308,7 @@ def test_the_command(
     assert (out.parent / "easypipe.schema.json").is_file()
     said = capsys.readouterr().out
     number = path.read_text().splitlines().index("load_in_8bit: true") + 1
-    assert f"line {number}, load_in_8bit: quantized weights are not known here" in said
+    assert f"line {number}, load_in_8bit: easypipe does not quantize weights" in said
     assert RunConfig.load(out).train.lora is not None
     assert f"line {number}, load_in_8bit" in out.read_text()
     assert main(["import", tool, str(path), "--out", str(out)]) == 2
@@ -328,7 +328,7 @@ def test_a_key_that_nobody_knows_and_files_that_are_none(tmp_path: Path) -> None
     rows = "datasets: [{path: a.jsonl, type: alpaca}]\n"
     path.write_text(f"base_model: m\nsurprise: 1\nnum_epochs: 1.5\noptimizer: [lion]\n{rows}")
     made = import_config("axolotl", path)
-    assert made.left["surprise"] == "no key of this name is known here"
+    assert made.left["surprise"] == "easypipe has no key of this name"
     assert made.left["optimizer"] == "['lion'] is not known here"
     assert "not a whole number" in made.left["num_epochs"]
     path.write_text("learning_rate: 1\n")
@@ -654,7 +654,7 @@ def test_what_a_value_becomes(
         ("trl", "packing_strategy", "worst_fit", "'worst_fit' is not known here"),
         ("trl", "report_to", ["wandb", "comet"], "'comet' is not known here"),
         ("trl", "report_to", "none", ""),
-        ("trl", "load_in_4bit", True, "quantized weights are not known here"),
+        ("trl", "load_in_4bit", True, "easypipe does not quantize weights"),
         ("trl", "load_in_4bit", False, ""),
         ("trl", "fp16", True, "products are of bfloat16 or float32"),
         ("trl", "torch_dtype", "float16", "products are of bfloat16 or float32"),

@@ -118,7 +118,7 @@ def _axolotl_rows(key: Key) -> list[JsonObject]:
             known.add("roles")
         for name in one:
             if name not in known and f"{at}.{name}" not in left:
-                left[f"{at}.{name}"] = "no key of this name is known here"
+                left[f"{at}.{name}"] = "easypipe has no key of this name"
         found.append(dataset)
     return found
 
@@ -151,7 +151,7 @@ def axolotl_pretraining(key: Key) -> None:
         if one.get("type", "pretrain") not in ("pretrain", "completion"):
             known.remove("type")
         for name in one.keys() - known:
-            key.made.left[f"{at}.{name}"] = "no key of this name is known here"
+            key.made.left[f"{at}.{name}"] = "easypipe has no key of this name"
         found.append(dataset)
     _sources(key, found)
     key.put("data.streaming", True)
@@ -214,7 +214,7 @@ def trl_datasets(key: Key) -> None:
         found.append(_rows_of(key.made.left, at, one))
         # columns that nothing reads are not read
         for name in one.keys() - {"path", "data_files", "name", "revision", "split", "columns"}:
-            key.made.left[f"{at}.{name}"] = "no key of this name is known here"
+            key.made.left[f"{at}.{name}"] = "easypipe has no key of this name"
     _sources(key, found)
 
 
@@ -249,7 +249,7 @@ def mixture(key: Key) -> None:
         # `columns` is among the known keys: columns that nothing uses are never read
         for name in one.keys() - {"id", "split", "config", "weight", "columns"}:
             left = f"{key.name}.datasets[{len(found)}].{name}"
-            key.made.left[left] = "no key of this name is known here"
+            key.made.left[left] = "easypipe has no key of this name"
         found.append(dataset)
     _sources(key, found)
     if key.value.get("test_split_size"):

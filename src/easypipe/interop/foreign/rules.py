@@ -16,7 +16,7 @@ PROJECTIONS = {
     "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output",
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
 }  # fmt: skip
-_ADAMW = "adamw", "which has no moments of 8 bits, paged or fused by hand: XLA fuses the update"
+_ADAMW = "adamw", "which has no 8-bit or paged moments; XLA fuses the update"
 OPTIMIZERS = {
     "adamw_torch": ("adamw", ""), "adamw_torch_fused": ("adamw", ""), "adamw_hf": ("adamw", ""),
     "adamw_torch_4bit": _ADAMW, "adamw_torch_8bit": _ADAMW, "ao_adamw_4bit": _ADAMW,
@@ -197,7 +197,7 @@ def schedule_options(key: Key) -> None:
         elif name in ("min_lr", "lr_end") and peak:
             key.put("train.optimizer.final_fraction", float(value) / float(peak))
         else:
-            key.made.left[f"{key.name}.{name}"] = "no key of this name is known here"
+            key.made.left[f"{key.name}.{name}"] = "easypipe has no key of this name"
 
 
 def packing(key: Key) -> None:
@@ -238,7 +238,7 @@ def peft(key: Key) -> None:
         elif name == "lora_dropout":
             off(NO_DROPOUT)(inner)
         elif name != "name":
-            inner.leave("no key of this name is known here")
+            inner.leave("easypipe has no key of this name")
 
 
 def adapter(key: Key) -> None:
@@ -258,7 +258,7 @@ def new_tokens(key: Key) -> None:
     elif isinstance(key.value, Sequence):
         key.put("model.add_tokens")
     else:  # older configs have a different type here
-        key.leave("the tokenizer's own are taken; see model.add_tokens")
+        key.leave("the tokenizer's own are used; see model.add_tokens")
 
 
 def with_adapters(rule: Rule) -> Rule:
@@ -309,8 +309,8 @@ def warmup(key: Key) -> None:
         key.put("train.optimizer.warmup_steps", math.ceil(value * steps))
     else:
         key.leave(
-            f"train.optimizer.warmup_steps counts steps: `easypipe plan` tells how many the run "
-            f"has; take {value} of them"
+            f"train.optimizer.warmup_steps counts steps: `easypipe plan` prints how many the run "
+            f"has; set {value} of them"
         )
 
 
@@ -348,7 +348,7 @@ def strategy(path: str) -> Rule:
         elif key.value in ("no", False):
             key.off()
         else:
-            key.leave(f"{path} counts steps: `easypipe plan` tells how many make an epoch")
+            key.leave(f"{path} counts steps: `easypipe plan` prints how many make an epoch")
 
     return rule
 

@@ -101,7 +101,7 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
                 fix = "Write it as the documentation of that tool says."
                 raise ConfigError(at=f"{path}, {key}", problem=problem, fix=fix) from error
         else:
-            made.left[key] = "no key of this name is known here"
+            made.left[key] = "easypipe has no key of this name"
     finish(made, tool, given)
     require(
         "model" in made.config,
@@ -150,7 +150,7 @@ def assistant_only(key: Key) -> None:
 _CHOSEN = needless("the fastest attention of the device is taken")
 
 
-_QUANTIZED = "quantized weights are not known here: they stay in model.dtype"
+_QUANTIZED = "easypipe does not quantize weights: they stay in model.dtype"
 
 
 def strategy_of_excess(key: Key) -> None:
@@ -289,7 +289,7 @@ _AXOLOTL: dict[str, Rule] = {
     "lora_r": lora("rank"),
     "lora_target_modules": targets,
     "lora_target_linear": targets,
-    "lora_modules_to_save": leave("adapters alone are trained, no table beside them"),
+    "lora_modules_to_save": leave("only adapters are trained, not the embeddings or the head"),
     "wandb_project": to("train.callbacks.wandb.project"),
     "wandb_entity": to("train.callbacks.wandb.entity"),
     "wandb_name": to("train.callbacks.wandb.name"),
@@ -306,10 +306,10 @@ _AXOLOTL: dict[str, Rule] = {
     "early_stopping_patience": leave("see train.callbacks.early_stopping"),
     "train_on_inputs": trained,
     "chat_template": template,
-    "evals_per_epoch": leave("train.eval_every counts steps: `easypipe plan` tells how many"),
+    "evals_per_epoch": leave("train.eval_every counts steps: `easypipe plan` prints how many"),
     "saves_per_epoch": leave("train.checkpoint.every counts steps"),
     "eval_max_new_tokens": needless("nothing is written during an evaluation"),
-    "special_tokens": leave("the tokenizer's own are taken; see data.pack.pad_token_id"),
+    "special_tokens": leave("the tokenizer's own are used; see data.pack.pad_token_id"),
     "plugins": leave("no plugins: the loss is fused with the head always"),
     "rl": preference,
     "rl_beta": of_preferences(beta),
