@@ -545,7 +545,7 @@ class _Pulled:
         self.ended = False
 
 
-def _called(member: Any) -> Any:
+def _called(member: object) -> Any:
     """Returns an attribute, or what it returns if the user's class defines it as a method."""
     return member() if callable(member) else member
 
