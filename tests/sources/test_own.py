@@ -406,7 +406,7 @@ def fails() -> Iterator[dict[str, Any]]:
 
 
 class Listed(ShardedDataSource):
-    shard_names = ("one",)
+    shard_names: ClassVar = {"one": None}.keys()  # any collection with an order
 
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows
@@ -436,6 +436,10 @@ class ByNumber:
 class Nameless:
     def open_shard(self, name: str) -> Iterator[dict[str, Any]]:
         raise AssertionError(name)
+
+
+class Unordered(Nameless):
+    shard_names: ClassVar = {"a", "b"}
 
 
 class Misnamed:
@@ -470,6 +474,7 @@ class Rowless(ShardedDataSource):
             Nameless(),
             "data_files: shard_names of Nameless are None. Give a list of different names",
         ),
+        (Unordered(), r"data_files: shard_names of Unordered are {'.', '.'}. Give a list of diff"),
         (
             Misnamed(),
             r"data_files: shards of Misnamed are \['a'\]. Give a list of Shard\(name=..., num_rows=",

@@ -15,7 +15,7 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, runtime_checkable
@@ -568,7 +568,7 @@ def _sharded(data: Dataset) -> Given:
     shards = _called(attribute_of(data, "shards"))
     require(
         shards is None
-        or (isinstance(shards, Sequence) and all(isinstance(one, Shard) for one in shards)),
+        or (isinstance(shards, Collection) and all(isinstance(one, Shard) for one in shards)),
         "data_files",
         f"shards of {kind.__name__} are {shards!r}",
         "Give a list of Shard(name=..., num_rows=...), or leave shards out and give shard_names.",
@@ -579,8 +579,8 @@ def _sharded(data: Dataset) -> Given:
         else _called(attribute_of(data, "shard_names"))
     )
     require(
-        isinstance(names, Sequence)
-        and not isinstance(names, str)
+        isinstance(names, Collection)
+        and not isinstance(names, str | set | frozenset)  # a set has another order in each process
         and all(isinstance(name, str) for name in names)
         and len(names) == len(set(names)) > 0,
         "data_files",
