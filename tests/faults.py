@@ -638,6 +638,8 @@ FAULTS = [
           "        loader.restore(held_out.start)  # a later Trainer may take the same loader\n", ""),
     fault("Orbax prints tracebacks of what is raised", "train/checkpoint/checkpoint.py", "tests/train/test_checkpoint_manager.py -k told_once",
           'logging.getLogger("absl").addFilter(_is_told_once)  # which Orbax logs to', "pass"),
+    fault("attention of Linen drops in evaluations", "train/step.py", "tests/train/test_own_models.py -k attention_of_linen",
+          '"dropout_rate", 0.0)', '"dropout_rate", module.dropout_rate)'),
     fault("Linen drops in evaluations", "train/step.py", "tests/train/test_own_models.py -k drops_nothing",
           'if context.method_name == "__call__" and isinstance(', "if False and isinstance("),
     fault("a metric of 1e999 is read", "train/metrics/log.py", "tests/train/test_metrics.py -k foreign_line",

@@ -108,6 +108,28 @@ def test_linen_drops_nothing_in_an_evaluation(
     assert not np.array_equal(result.model(ids), result.model(ids)), "training drops"
 
 
+class Attending(nn.Module):
+    attention: nn.Module
+
+    @nn.compact
+    def __call__(self, input_ids: Any) -> Any:
+        x = nn.Embed(VOCAB, 8)(input_ids)
+        return nn.Dense(VOCAB)(self.attention(x, x, mask=nn.make_causal_mask(input_ids)))
+
+
+def test_attention_of_linen_drops_nothing_in_an_evaluation(tmp_path: Path) -> None:
+    losses, curves = {}, {}
+    for rate in (0.0, 0.9):
+        layer = nn.MultiHeadDotProductAttention(2, dropout_rate=rate, deterministic=False)
+        still = settings(tmp_path / str(rate), steps=4, optimizer={"learning_rate": 1e-30})
+        run = Trainer(Attending(layer), still, Arithmetic(), {"held": Arithmetic(1)}, mesh=MESH)
+        result = run.run()
+        losses[rate] = result.last["eval"]["held"]["loss"]
+        curves[rate] = result.last["loss"]
+    assert losses[0.9] == losses[0.0]
+    assert curves[0.9] != curves[0.0], "training drops"
+
+
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "label_smoothing": 0.2}])
 def test_the_loss_of_logits_is_the_fused_one(options: dict[str, float]) -> None:
     model = Decoder(

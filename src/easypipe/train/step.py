@@ -174,9 +174,12 @@ def _without_dropout(
     options: Arguments,
     context: linen.module.InterceptorContext,
 ) -> PyTree:
-    """Calls a method of a Linen module; its Dropout returns its input, however it was told to."""
-    if context.method_name == "__call__" and isinstance(context.module, linen.Dropout):
+    """Calls a method of a Linen module, in which nothing is dropped, however it was told to."""
+    module = context.module
+    if context.method_name == "__call__" and isinstance(module, linen.Dropout):
         return args[0] if args else options["inputs"]
+    if isinstance(module, linen.MultiHeadDotProductAttention):
+        object.__setattr__(module, "dropout_rate", 0.0)  # frozen, and bound for this call alone
     return call(*args, **options)
 
 
