@@ -332,6 +332,10 @@ def test_seq2seq_starts_the_decoder():
     masked = create_seq2seq_collate(0, decoder_start_token_id=1, max_length=4)(masked)
     assert masked["labels"].tolist() == [[-100, 9, -100], [3, -100, 2]]
     assert np.array_equal(masked["decoder_input_ids"], batch["decoder_input_ids"])
+    with pytest.raises(
+        SourceError, match=r"row 1 .* 'completion_mask': there is none, which other"
+    ):
+        create_seq2seq_collate(0)([{**rows[0], "completion_mask": [0, 1]}, rows[1]])
     with pytest.raises(SourceError, match="column 'loss_mask': 3 values for 2 tokens"):
         create_seq2seq_collate(0)([{**rows[0], "loss_mask": [0, 1, 1]}])
     with pytest.raises(SourceError, match="column 'labels': no token to predict"):

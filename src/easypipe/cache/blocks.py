@@ -120,7 +120,7 @@ class BlockChecks:
     Attributes:
         addresses: UInt64[P], where the flags of each part begin; 0 if an earlier version wrote the
             manifest, so that there are no checksums.
-        indexes_left: The parts whose index is left to check.
+        indexes_left: How many parts have an index that is left to check.
     """
 
     def __init__(self, parts: Sequence[Part], files: Sequence[str]) -> None:

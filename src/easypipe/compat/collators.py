@@ -228,6 +228,7 @@ class Seq2SeqCollator:
             integers(row, ATTENTION_MASK, i, like=ids)
             for i, (row, ids) in enumerate(zip(rows, sources, strict=True))
         ]
+        _require_masks(rows)
         targets = [integers(row, LABELS, i) for i, row in enumerate(rows)]
         for i, target in enumerate(targets):
             at = place(f"row {i} of the batch", column=LABELS)
@@ -319,8 +320,9 @@ def create_seq2seq_collate(
 ) -> Seq2SeqCollator:
     """Makes a collator for an encoder and a decoder.
 
-    Rows have `input_ids`, which the encoder reads, and `labels`, the answer. A `loss_mask` has a
-    value for each label; the decoder still reads the tokens where it is 0.
+    Rows have `input_ids`, which the encoder reads, and `labels`, the answer. A `loss_mask`
+    (`completion_mask`, `assistant_masks`) has a value for each label; the decoder still reads the
+    tokens where it is 0.
     `decoder_input_ids[t]` is the label at t - 1, and `decoder_start_token_id` at 0, so decoders do
     not shift. Batches have, as Int32, `input_ids`, `attention_mask` [B, T], `decoder_input_ids`,
     `decoder_attention_mask`, `labels` [B, U].
@@ -490,9 +492,7 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int6
         SourceError: A column is wrong; the error names row and column.
     """
     require_some(rows)
-    for name in (COMPLETION_MASK, ASSISTANT_MASKS):
-        if any(have := [name in row for row in rows]):
-            _require_all(have, name, "there is none, which other rows have")
+    _require_masks(rows)
     names = (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK, SEGMENT_IDS)
     columns: dict[str, list[Int64]] = {name: [] for name in names}
     for i, row in enumerate(rows):
@@ -518,6 +518,17 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int6
         for name, values in zip(names, found, strict=True):
             columns[name].append(values)
     return columns
+
+
+def _require_masks(rows: Rows) -> None:
+    """Checks that a mask that a row has is in all rows; a row without `loss_mask` is all targets.
+
+    Raises:
+        SourceError: A row lacks one.
+    """
+    for name in (COMPLETION_MASK, ASSISTANT_MASKS):
+        if any(have := [name in row for row in rows]):
+            _require_all(have, name, "there is none, which other rows have")
 
 
 def _loss_mask(row: Row, number: int, ids: Int64) -> Int64:

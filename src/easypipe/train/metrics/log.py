@@ -164,7 +164,8 @@ def _finite(kind: type[float], text: str) -> float:
     """Returns a number of a line, as an int or a float; a run writes null for what is not finite.
 
     Raises:
-        ValueError: It is NaN or infinite, as 1e999 is; OverflowError: no float holds the int.
+        ValueError: It is NaN or infinite, as 1e999 is.
+        OverflowError: No float holds the int.
     """
     if not math.isfinite(value := kind(text)):
         raise ValueError(f"{text} is not finite")
